@@ -212,7 +212,7 @@ EVAL_EVERY_N_STEPS = 10  # 0: only before the first and after the last step
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: all steps are run
 EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
 LOG_SAMPLES = 4  # responses per step written to samples.jsonl
-RESUME = "ask"  # ask | yes | no | a checkpoint's path
+RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or a run
 OUTPUT_DIR = f"{ROOT}/checkpoints/grpo"
 SEED = 1
 USE_WANDB = False
@@ -233,7 +233,7 @@ PLOT_PANELS = [
 
 # Processes: torchrun --nproc_per_node=2 grpo/grpo.py
 DETERMINISTIC_GRADIENTS = True  # the same bits on any number of processes; False: a little faster
-SHARD = "none"  # none | fsdp2: each process holds a part of every model, for models larger than a GPU
+SHARD = "none"  # none | fsdp2: each process keeps a part of every model; the whole must fit a GPU to be read
 PROCESS_TIMEOUT = 1800.0  # seconds that a process waits for the others
 
 _VALID_RANGES = {  # (smallest, largest) value or allowed words, where a bad value might go unnoticed
@@ -372,7 +372,7 @@ class GRPOTrainer:
         # compute_rewards() fills it for the log: {name: (rows,)}. score_over_ranks() empties it before each
         # call and moves what it finds to batch.reward_parts
         self.reward_parts = {}
-        self.steps_without_signal = 0  # in a row, in this start of the program
+        self.steps_without_signal = 0  # in a row, in this start of the program; see record()
         self.load_models()
         self.distils = is_distillation(self)
         if self.distils:
@@ -521,7 +521,7 @@ class GRPOTrainer:
         """Makes GROUP_EPOCHS passes of MINI_BATCHES optimizer steps. Returns the means of their metrics."""
         run = self.run
         schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
-        steps_done = max(0, run.step - 1)
+        steps_done = max(0, run.step - 1)  # 0 also outside train()
         scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
         set_learning_rate(self.optimizers["policy"], LEARNING_RATE * scale)
         self.select_tokens(batch)
@@ -724,10 +724,14 @@ def load_trained(run, name, auto_class, path, constant, new_head=False):
     from path. With LORA_RANK it is the frozen model of path with an adapter, and with the new head."""
     saved = run.checkpoint / name if run.checkpoint else None
     if LORA_RANK:
-        return load_adapted(auto_class, path, constant, run.device, saved, new_head)
-    if saved:
-        return load_model(auto_class, saved, constant, run.device)
-    return load_model(auto_class, path, constant, run.device, new_head)
+        model = load_adapted(auto_class, path, constant, run.device, saved, new_head)
+    elif saved:
+        model = load_model(auto_class, saved, constant, run.device)
+    else:
+        model = load_model(auto_class, path, constant, run.device, new_head)
+    if GRADIENT_CHECKPOINTING:  # activations are computed again in the backward pass; see GradientSum
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    return model
 
 
 def load_tokenizer(path, constant):
@@ -833,7 +837,7 @@ def check_models(models_by_constant, rows, pad_id):
     def sampled_and_scored():
         nonlocal batch
         settings = (2, 10, 1.5, eos_ids, pad_id)  # group size, most new tokens, temperature, ids
-        ids, lengths, logprobs, _ = generate(actor, prompts, uniform, *settings)
+        ids, lengths, logprobs, *_ = generate(actor, prompts, uniform, *settings)
         responses = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist())]
         batch = make_batch(prompts_twice, responses, actor.device)
         tokens = batch.response_mask.nonzero(as_tuple=True)
@@ -848,13 +852,13 @@ def check_models(models_by_constant, rows, pad_id):
 
     # Sampling: with shared prompts where that agrees, else without
     with full_parameters(actor):
-        fault = "not tried"  # "": the model agrees
+        sampling_fault = "not tried"  # "": the model agrees
         if actor.config._attn_implementation == "shared_prompts":
             _SHARED_DECODING.add(actor)
-            fault = disagreement(actor, sampled_and_scored)
-        if fault:
+            sampling_fault = disagreement(actor, sampled_and_scored)
+        if sampling_fault:
             _SHARED_DECODING.discard(actor)
-            fault = disagreement(actor, sampled_and_scored)
+            sampling_fault = disagreement(actor, sampled_and_scored)
     # Scoring, of every model
     for constant, model in models_by_constant.items():
         precision = nullcontext()
@@ -865,6 +869,7 @@ def check_models(models_by_constant, rows, pad_id):
             zeros = [p for p in model.parameters() if not p.any()]
             for parameter in zeros:
                 parameter.copy_(torch.linspace(-0.02, 0.02, parameter.numel()).view_as(parameter))
+            fault = sampling_fault if model is actor else ""
             fault = fault or disagreement_of(model, logits_of_rows)
             if not fault and not disagreement_of(model, logits_of_shared_prompts):
                 _SHARED_SCORING.add(model)
@@ -900,8 +905,8 @@ def to_device(values, device):
 
 def make_batch(prompts, responses, device):
     """Returns a batch of prompts and responses, lists of ids. On the host it has batch.sequences, one tuple
-    per row: prompt ids, response ids, indices of the response tokens that the policy sampled. Its tensors on
-    the device are (rows,) or (rows, R), R being the longest response."""
+    per row: prompt ids, response ids, indices of the response tokens that the policy sampled (here all). Its
+    tensors on the device are (rows,) or (rows, R), R being the longest response."""
     lengths = to_device(list(map(len, responses)), device)
     ids = to_device(pad_right(responses, 0), device)
     return SimpleNamespace(
@@ -931,9 +936,9 @@ def micro_batch_rows(model, batch):
 
 
 def micro_batches(model, batch, rows=None):
-    """Cuts rows (None: all) into micro-batches, lists of row numbers. Rows of one prompt stay together,
-    because the prompt is read once for all of them. Prompts with the most tokens, responses included, come
-    first."""
+    """Cuts rows (None: all) into micro-batches, lists of row numbers. Rows of one prompt stay together where
+    they fit, because the prompt is read once for all of them. Prompts with the most tokens, responses
+    included, come first."""
     if rows is None:
         rows = range(len(batch.sequences))
     size = micro_batch_rows(model, batch)
@@ -1090,6 +1095,7 @@ class Decoder:
 _EOS_CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 16}
 
 
+# differs: entropies, which TOP_ENTROPY_FRACTION needs
 @torch.no_grad()
 def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, eos_ids, pad_id):
     """Samples group_size responses to each prompt, a list of ids; rows of one prompt are neighbours.
@@ -1381,11 +1387,9 @@ def logits_of_shared_prompts(model, batch, rows):
 
 
 def make_optimizer(model, learning_rate):
-    """Returns AdamW over the model's trained parameters. With GRADIENT_CHECKPOINTING the model's activations
-    are recomputed in the backward pass. Another optimizer, or several parameter groups, go here: all groups
-    are scheduled, clipped and stepped. A group may have a rate of its own, such as lr=0.02 for Muon."""
-    if GRADIENT_CHECKPOINTING:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+    """Returns AdamW over the model's trained parameters. Another optimizer, or several parameter groups, go
+    here: all groups are scheduled, clipped and stepped. A group may have a rate of its own, such as lr=0.02
+    for Muon."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
     for group in optimizer.param_groups:  # a rate of its own keeps its ratio to learning_rate
@@ -1465,13 +1469,12 @@ class GradientSum:
                     layer.training = on
 
     def backward(self, model, loss):
-        """loss.backward(); on a GPU by kernels that always add in the same order, unless
-        DETERMINISTIC_GRADIENTS = False."""
-        strict = DETERMINISTIC_GRADIENTS and model.device.type == "cuda"
+        """loss.backward(), by kernels that always add in the same order. An operation that has none is an
+        error on a GPU; with DETERMINISTIC_GRADIENTS = False it is a warning."""
         if self.is_dummy:
             loss = 0 * loss
-        # For this pass, an operation without such a kernel is an error instead of a warning
-        torch.use_deterministic_algorithms(True, warn_only=not strict)
+        warn_only = not DETERMINISTIC_GRADIENTS or model.device.type != "cuda"
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
         try:
             loss.backward()
         except RuntimeError as error:
@@ -1556,7 +1559,7 @@ def clip_and_step(optimizers, total_loss, run, row_names):
         if finite:
             optimizer.step()
         optimizer.zero_grad()
-    run.count_skipped_step(finite, row_names)
+    run.note_optimizer_step(finite, row_names)
     return norms
 
 
@@ -1731,8 +1734,7 @@ def encode_chat(tokenizer, prompt, where, response=None):
         if turn["role"] == "assistant":
             text += tokenizer.eos_token
     ids = tokenizer(text)["input_ids"]
-    # Some tokenizers append an EOS to every text, which is dropped: the response would begin after it, or
-    # end twice
+    # Some tokenizers append an EOS to every text. It is dropped; after a response it is the second
     appended = [tokenizer.eos_token_id] * (1 if response is None else 2)
     text_has_eos = (messages + turns)[-1]["content"].endswith(tokenizer.eos_token)
     if ids[-len(appended) :] == appended and not text_has_eos:
@@ -1787,6 +1789,7 @@ def ids_of_ends(model, tokenizer):
     return to_device(sorted({tokenizer.eos_token_id, *ends} - {None}), model.device)
 
 
+# differs: entropies
 def respond(model, tokenizer, prompts, uniform, group_size=1):
     """Samples group_size responses to each prompt, a list of ids, by generate(); as many rows at a time as a
     training batch has. uniform (rows, MAX_NEW_TOKENS); None: the likeliest tokens. Returns a batch (see
@@ -2094,6 +2097,7 @@ def policy_scores(trainer, greedy, sampled):
     return by_prompt, records
 
 
+# differs: turns
 def majority_votes(trainer, batch):
     """Returns for each prompt the index of the response that most others agree with, (prompts,). Two
     responses agree if ACCURACY_FUNCTION finds one correct with the other as the answer. Returns None if no
@@ -2214,8 +2218,8 @@ def merge_adapter(model):
 
 
 # ---------------------------------------------------------------- sharding
-# Models larger than a GPU: each process holds a part of every parameter, gradient and optimizer state
-# (FSDP2).
+# Each process keeps a part of every parameter, gradient and optimizer state (FSDP2). To sample and to score,
+# a GPU must hold one whole model.
 
 _FULL = WeakSet()  # sharded models of which every process holds all parameters; see full_parameters()
 
@@ -2428,10 +2432,9 @@ def time_limit():
         faulthandler.cancel_dump_traceback_later()
 
 
-def call_reward(name, function, prompts, responses, answers, columns=None, width=None):
+def call_reward(name, function, prompts, responses, answers, columns=None):
     """Calls a reward function and returns its values, (rows,). Its fourth and later parameters get the data
-    columns of their names. With a width the function may return a list of numbers per response, one per
-    token: (rows, width)."""
+    columns of their names."""
     columns = columns or {}
     signature = inspect.signature(function)
     first = [*signature.parameters][:3]
@@ -2452,22 +2455,10 @@ def call_reward(name, function, prompts, responses, answers, columns=None, width
         if not isinstance(error, UserError) and not hasattr(error, "__notes__"):  # the innermost is enough
             error.add_note(f"(raised by the reward function {name})")
         raise
-    if width is None or not is_list_of_lists(values, len(responses)):
-        return check_scores(name, values, len(responses))
-    token_scores = torch.zeros(len(responses), width)  # 0 after each response's end
-    for i, ids in enumerate(columns["response_ids"]):
-        token_scores[i, : len(ids)] = check_scores(name, values[i], len(ids), f"token of response {i}")
-    return token_scores
+    return check_scores(name, values, len(responses))
 
 
-def is_list_of_lists(values, count):
-    """Whether a reward function returned `count` values of which at least one is a list."""
-    if not hasattr(values, "__len__") or len(values) != count:
-        return False
-    return any(getattr(value, "ndim", isinstance(value, (list, tuple))) for value in values)
-
-
-def check_scores(name, values, count, each="response"):
+def check_scores(name, values, count):
     """Returns the values as a float32 tensor (count,). Anything else is a mistake of the reward function."""
     if inspect.isawaitable(values) or inspect.isasyncgen(values):
         if inspect.iscoroutine(values):
@@ -2485,7 +2476,7 @@ def check_scores(name, values, count, each="response"):
         if scores.shape == (count,) and scores.isfinite().all():
             return scores
         returned = f"{repr(values)[:80]}, of shape {tuple(scores.shape)}"
-    raise UserError(f"{name} must return {count} finite numbers, one per {each}; it returned {returned}")
+    raise UserError(f"{name} must return {count} finite numbers, one per response; it returned {returned}")
 
 
 def reward_chunks(rows):
@@ -2503,7 +2494,7 @@ def reward_chunks(rows):
     return [*chunks, slice(start, end)]
 
 
-def score_over_ranks(trainer, function_name, function, batch, width=None):
+def score_over_ranks(trainer, function_name, function, batch):
     """Calls a reward function with one chunk of a batch's responses at a time; the processes share the calls.
     Returns the scores and {part: values (rows,)} of what the function left in trainer.reward_parts."""
 
@@ -2516,7 +2507,7 @@ def score_over_ranks(trainer, function_name, function, batch, width=None):
         prompts, responses, answers = column(rows, "prompt"), batch.responses[chunk], column(rows, "answer")
         trainer.reward_parts = {}
         with time_limit():
-            scores = call_reward(function_name, function, prompts, responses, answers, columns, width)
+            scores = call_reward(function_name, function, prompts, responses, answers, columns)
         reward_parts = {}
         for part, values in trainer.reward_parts.items():
             reward_parts[part] = check_scores(f"reward_parts[{part!r}]", values, len(scores))
@@ -2695,9 +2686,12 @@ def write_atomically(path, write):
         os.rename(tmp, path)
         fsync(path.parent)
         shutil.rmtree(old, ignore_errors=True)
-    except Exception as error:  # an OSError, torch.save's RuntimeError, or one of safetensors' own
+    except Exception as error:
         shutil.rmtree(tmp, ignore_errors=True)
         finish_replacing(path)
+        # The disk's errors are OSErrors, but torch.save and safetensors raise types of their own
+        if not isinstance(error, OSError) and not re.search("inline_container|os error", str(error)):
+            raise
         hint = "make room and start again; training continues from the last good checkpoint"
         raise UserError(f"{path} could not be saved ({first_line(error)}): {hint}") from None
 
@@ -2809,7 +2803,7 @@ def read_metrics(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def changes(records, keys, phases):
+def varies(records, keys, phases):
     """Returns whether one of the metrics has two different values in records of the phases, or one alone."""
     for key in keys:
         values = []
@@ -2853,7 +2847,7 @@ def line_styles(axis, names):
 def draw_plot(records, path, title, panels, names):
     """Draws a grid of panels, each (y label, metrics), without those in which nothing changes. names: what
     each phase shows, {"train": ..., "eval": ...}."""
-    panels = [panel for panel in panels if changes(records, panel[1], names)] or panels
+    panels = [panel for panel in panels if varies(records, panel[1], names)] or panels
     height = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(9.5, 1.4 + 2.2 * height))
     inch = 1 / figure.get_figheight()  # matplotlib's own layouts take half as long again
@@ -2868,9 +2862,9 @@ def draw_plot(records, path, title, panels, names):
         axis.grid(alpha=0.3)
         axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
         for i, key in enumerate(keys):
-            for color, phase in enumerate(names, 2 * i):
-                name = names[phase] if len(keys) == 1 else key
-                plot_metric(axis, records, phase, key, f"C{color}", name)
+            labels = names if len(keys) == 1 else dict.fromkeys(names, key)
+            plot_metric(axis, records, "train", key, f"C{2 * i}", labels["train"])
+            plot_metric(axis, records, "eval", key, f"C{2 * i + 1}", labels["eval"])
         if len(axis.get_legend_handles_labels()[0]) > 1:
             axis.legend(fontsize=8)
     lines = line_styles(axis, names)
@@ -2893,6 +2887,7 @@ class Run:
         self.name = name
         self.title = name  # of the plots
         self.panels = []  # of the algorithm's plot: (label, metrics)
+        self.missing_metrics = []  # of the panels; logged once
         self.phase_names = {"train": "training", "eval": "held out"}  # of the plots
         self.device = device
         # A new run moves these of an earlier one aside
@@ -2904,6 +2899,7 @@ class Run:
         self.unwritten = []  # what log() printed before that file was open
         self.step = 0  # the current step, from 1; between steps, how many are done
         self.total_steps = 0
+        self.clock = None  # for the time left: when the next step began, and the steps done before it
         self.reset_best()
         self.evaluation = {}  # the last one's metrics
         self.skipped = 0  # optimizer steps in a row that were not finite
@@ -2925,11 +2921,10 @@ class Run:
 
     def reset_best(self):
         """Forgets earlier evaluations: nothing is best yet."""
-        self.clock = None  # for the time left: when the next step began, and the steps done before it
         self.evaluated_at = -1  # the step of the last evaluation
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
-        self.evals_since_best = 0  # evaluations since then
+        self.evals_since_best = 0  # evaluations since patience_value rose
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
@@ -3034,10 +3029,11 @@ class Run:
     def log_step(self, metrics, count, samples, line, unit="tokens"):
         """Logs the metrics of a step that processed `count` units and some of its samples, and prints its
         line."""
-        seconds = {f"seconds/{activity}": value for activity, value in self.times.items()}
+        times = {activity: value for activity, value in self.times.items() if activity != "evaluate"}
+        seconds = {f"seconds/{activity}": value for activity, value in times.items()}
         speed = {}
-        if self.times:
-            speed[f"{unit}_per_second"] = count / sum(self.times.values())
+        if times:
+            speed[f"{unit}_per_second"] = count / sum(times.values())
         if self.device.type == "cuda":
             metrics["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30  # the most so far
         self.write_metrics("train", {**metrics, **speed, **seconds})
@@ -3107,7 +3103,7 @@ class Run:
             print(*self.unwritten, sep="\n", file=self.text_log, flush=True)
             self.unwritten = []
 
-    def count_skipped_step(self, finite, row_names):
+    def note_optimizer_step(self, finite, row_names):
         """Counts optimizer steps in a row that were skipped, and names their rows. Five end the run."""
         if finite:
             self.skipped = 0
@@ -3124,6 +3120,11 @@ class Run:
         if not records:
             return
         keys = dict.fromkeys(key for record in records for key in record if key not in ("phase", "step"))
+        for key in [key for _, metrics in self.panels for key in metrics if key not in keys]:
+            hint = did_you_mean(key, keys)
+            if hint and key not in self.missing_metrics:
+                self.missing_metrics.append(key)
+                self.log(f"NOTE: a panel of the plot shows {key!r}, which no step has logged{hint}")
         all_panels = [(key, [key]) for key in keys]
         detailed = self.folder / "training_metrics_detailed.png"
         title = f"{self.title}: every metric that changed"
@@ -3156,7 +3157,7 @@ class Run:
         """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""
         # A second call of train() continues from self.checkpoint
         folder = self.checkpoint = self.folder / f"step_{self.step}"
-        if broadcast_from_rank0(folder.exists):
+        if broadcast_from_rank0(folder.exists):  # session() saves the last step, which may be saved already
             return
         weights = {name: full_weights(model) for name, model in self.models.items()}
         optimizers = {name: full_state(optimizer.state_dict()) for name, optimizer in self.optimizers.items()}
@@ -3339,7 +3340,7 @@ def run_stage(trainer_class):
 
 def user_message(error):
     """Returns what the user can do about an error, or None if a traceback says more."""
-    if hasattr(error, "__notes__"):  # raised by a reward function
+    if any("raised by" in note for note in getattr(error, "__notes__", ())):  # a function of the user's
         return None
     if isinstance(error, UserError):
         return str(error)
@@ -3350,11 +3351,8 @@ def user_message(error):
     if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
         return f"another process of this run ended or did not answer ({first_line(error)})"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
-        sizes = ["BATCH_SIZE", "GROUP_SIZE", "MAX_NEW_TOKENS", "QUESTIONS_AT_ONCE", "READER_BATCH_SIZE"]
-        hint = "lower " + " or ".join(name for name in sizes if name in constants())
-        if "MICRO_BATCH_ROWS" in constants():
-            hint = "set MICRO_BATCH_ROWS=1 and GRADIENT_CHECKPOINTING=True, or halve BATCH_SIZE and double "
-            hint += "GRADIENT_ACCUMULATION_STEPS: the training stays as it is"
+        hint = "set MICRO_BATCH_ROWS=1 and GRADIENT_CHECKPOINTING=True, or halve BATCH_SIZE and double "
+        hint += "GRADIENT_ACCUMULATION_STEPS: the training stays as it is"
         return f"out of memory ({first_line(error)}): {hint}"
     return None
 

@@ -205,7 +205,7 @@ EVAL_EVERY_N_STEPS = 10  # 0: only before the first and after the last step
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: all steps are run
 EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
 LOG_SAMPLES = 4  # responses per step written to samples.jsonl
-RESUME = "ask"  # ask | yes | no | a checkpoint's path
+RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or a run
 OUTPUT_DIR = f"{ROOT}/checkpoints/ppo"
 SEED = 1
 USE_WANDB = False
@@ -225,7 +225,7 @@ PLOT_PANELS = [
 
 # Processes: torchrun --nproc_per_node=2 ppo/ppo.py
 DETERMINISTIC_GRADIENTS = True  # the same bits on any number of processes; False: a little faster
-SHARD = "none"  # none | fsdp2: each process holds a part of every model, for models larger than a GPU
+SHARD = "none"  # none | fsdp2: each process keeps a part of every model; the whole must fit a GPU to be read
 PROCESS_TIMEOUT = 1800.0  # seconds that a process waits for the others
 
 _VALID_RANGES = {  # (smallest, largest) value or allowed words, where a bad value might go unnoticed
@@ -284,12 +284,10 @@ def whiten(x, mask):
 
 def per_token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, token_scores=None):
     """Returns the reward of each token, (rows, R): the KL penalty at every token, and the score (rows,) at
-    the last one. If the reward came per token (token_scores, (rows, R)), the last token gets
-    scores - token_scores.sum(1) beside its own: 0, or minus MISSING_EOS_PENALTY."""
+    the last one. If the score came per token, token_scores (rows, R) take its place."""
     token_rewards = -kl_coef * (logprobs - ref_logprobs) * mask
     if token_scores is not None:
-        token_rewards += token_scores
-        scores = scores - token_scores.sum(1)
+        return token_rewards + token_scores
     last_token = mask.sum(1).long() - 1
     token_rewards[torch.arange(len(scores), device=mask.device), last_token] += scores
     return token_rewards
@@ -407,8 +405,8 @@ class PPOTrainer:
         # compute_rewards() fills it for the log: {name: (rows,)}. score_over_ranks() empties it before each
         # call and moves what it finds to batch.reward_parts
         self.reward_parts = {}
-        self.steps_without_signal = 0  # in a row, in this start of the program
-        self.explained_variances = []  # of the steps of this start
+        self.steps_without_signal = 0  # in a row, in this start of the program; see record()
+        self.explained_variances = []  # of the steps of this start, see check_critic()
         self.load_models()
         self.train_rows = load_prompts(self, TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS)
         self.eval_rows = load_prompts(self, EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS)
@@ -438,7 +436,8 @@ class PPOTrainer:
         if vocab_size(self.critic) < min(len(self.tokenizer), vocab_size(self.actor)):
             raise UserError(f"CRITIC_MODEL = {critic_path!r} must know all tokens of the actor's tokenizer")
         self.pad_id = padding_id(self.actor, self.tokenizer)
-        # Models that are trained, by the name of their folder in a checkpoint; and all that score responses
+        # Models that are trained, by the name of their folder in a checkpoint; and all that read the actor's
+        # token ids
         self.models = {"policy": self.actor, "critic": self.critic}
         self.models_by_constant = {"ACTOR_MODEL": self.actor, "CRITIC_MODEL": self.critic}
         self.reference = None
@@ -475,7 +474,9 @@ class PPOTrainer:
                 metrics = self.update(batch)
                 self.record(batch, metrics)
                 self.adapt_kl(metrics["kl"], len(batch.rows))
-                if run.is_due(EVAL_EVERY_N_STEPS) or run.is_last_step():
+                # While the critic is trained alone, the policy is what it was: patience must not run out
+                evaluates = run.is_due(EVAL_EVERY_N_STEPS) and not self.trains_critic_alone()
+                if evaluates or run.is_last_step():
                     run.log_evaluation(self.evaluate())
                 if run.is_due(SAVE_EVERY_N_STEPS):
                     run.save()
@@ -488,7 +489,7 @@ class PPOTrainer:
         """Samples GROUP_SIZE responses to each prompt; rows of one prompt are neighbours. Returns a batch.
         Its fields come from
         rollout             rows (of the data), sequences, responses (texts), response_ids, response_mask,
-                            response_lengths, truncated, logprobs (log pi_old), entropies,
+                            response_lengths, truncated, logprobs (log pi_old),
                             columns (for reward functions: {"response_ids": lists without padding})
         score               scores (rows,), token_scores (rows, R) or None, reward_parts, ref_logprobs,
                             values: the critic's model plus fitted_values, those of value_features
@@ -526,16 +527,18 @@ class PPOTrainer:
         with full_parameters(self.reward_model):
             scores, logged = score_over_ranks(self, "compute_rewards", function, batch, width=MAX_NEW_TOKENS)
         scores = scores.to(self.device)
-        token_scores = None
-        if scores.dim() == 2:
-            token_scores = scores[:, : batch.response_mask.shape[1]]
-            scores = scores.sum(1)
-        return scores - MISSING_EOS_PENALTY * batch.truncated, token_scores, logged
+        penalties = MISSING_EOS_PENALTY * batch.truncated
+        if scores.dim() == 1:
+            return scores - penalties, None, logged
+        token_scores = scores[:, : batch.response_mask.shape[1]]
+        token_scores[torch.arange(len(scores), device=self.device), batch.response_lengths - 1] -= penalties
+        return token_scores.sum(1), token_scores, logged
 
     def compute_rewards(self, prompts, responses, answers, **columns):
         """Returns the score of each response, (rows,), or a list per response of its tokens' rewards. Edit or
-        override freely. columns: what reward functions take by name: response_ids (with EOS), messages, the
-        columns of the data. What you put into self.reward_parts is logged."""
+        override freely. A call has the responses of BATCH_SIZE prompts, not of the whole step. columns: what
+        reward functions take by name: response_ids (with EOS), messages, the columns of the data. What you
+        put into self.reward_parts is logged."""
         total = torch.zeros(len(responses))
         if self.reward_model:
             self.reward_parts["reward_model"] = self.reward_model_score(prompts, responses).cpu()
@@ -596,11 +599,11 @@ class PPOTrainer:
     def set_learning_rates(self):
         """Sets this step's learning rates. Returns the actor's: 0 while only the critic is trained."""
         run = self.run
-        steps_done = max(0, run.step - 1)
+        steps_done = max(0, run.step - 1)  # 0 also outside train()
         schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
         critic_scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
         learning_rate = 0.0
-        if not self.trains_critic_alone():  # the actor's warm-up begins after the critic's
+        if not self.trains_critic_alone():  # the actor's schedule begins after these steps
             first = CRITIC_WARMUP_STEPS
             learning_rate = LEARNING_RATE * learning_rate_scale(
                 steps_done - first, run.total_steps - first, WARMUP_STEPS, schedule, run.halvings
@@ -611,7 +614,7 @@ class PPOTrainer:
 
     def trains_critic_alone(self):
         """Returns whether this is one of the first CRITIC_WARMUP_STEPS: actor and KL coefficient stay."""
-        steps_done = max(0, self.run.step - 1)
+        steps_done = max(0, self.run.step - 1)  # 0 also outside train()
         return steps_done < CRITIC_WARMUP_STEPS
 
     def optimizer_step(self, batch, rows):
@@ -639,6 +642,8 @@ class PPOTrainer:
             actor_losses = policy_losses
             if ENTROPY_COEF:
                 actor_losses = policy_losses - ENTROPY_COEF * entropy
+            # A loss is a sum over tokens, divided by the tokens of the whole step: a mean would weight
+            # micro-batches. Outside the mask numbers must be finite: 0 * NaN is NaN
             if trains_actor:
                 gradients.backward(self.actor, (actor_losses * mask).sum() / num_tokens)
 
@@ -800,10 +805,14 @@ def load_trained(run, name, auto_class, path, constant, new_head=False):
     from path. With LORA_RANK it is the frozen model of path with an adapter, and with the new head."""
     saved = run.checkpoint / name if run.checkpoint else None
     if LORA_RANK:
-        return load_adapted(auto_class, path, constant, run.device, saved, new_head)
-    if saved:
-        return load_model(auto_class, saved, constant, run.device)
-    return load_model(auto_class, path, constant, run.device, new_head)
+        model = load_adapted(auto_class, path, constant, run.device, saved, new_head)
+    elif saved:
+        model = load_model(auto_class, saved, constant, run.device)
+    else:
+        model = load_model(auto_class, path, constant, run.device, new_head)
+    if GRADIENT_CHECKPOINTING:  # activations are computed again in the backward pass; see GradientSum
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    return model
 
 
 def load_tokenizer(path, constant):
@@ -909,7 +918,7 @@ def check_models(models_by_constant, rows, pad_id):
     def sampled_and_scored():
         nonlocal batch
         settings = (2, 10, 1.5, eos_ids, pad_id)  # group size, most new tokens, temperature, ids
-        ids, lengths, logprobs, _ = generate(actor, prompts, uniform, *settings)
+        ids, lengths, logprobs, *_ = generate(actor, prompts, uniform, *settings)
         responses = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist())]
         batch = make_batch(prompts_twice, responses, actor.device)
         tokens = batch.response_mask.nonzero(as_tuple=True)
@@ -924,13 +933,13 @@ def check_models(models_by_constant, rows, pad_id):
 
     # Sampling: with shared prompts where that agrees, else without
     with full_parameters(actor):
-        fault = "not tried"  # "": the model agrees
+        sampling_fault = "not tried"  # "": the model agrees
         if actor.config._attn_implementation == "shared_prompts":
             _SHARED_DECODING.add(actor)
-            fault = disagreement(actor, sampled_and_scored)
-        if fault:
+            sampling_fault = disagreement(actor, sampled_and_scored)
+        if sampling_fault:
             _SHARED_DECODING.discard(actor)
-            fault = disagreement(actor, sampled_and_scored)
+            sampling_fault = disagreement(actor, sampled_and_scored)
     # Scoring, of every model
     for constant, model in models_by_constant.items():
         precision = nullcontext()
@@ -941,6 +950,7 @@ def check_models(models_by_constant, rows, pad_id):
             zeros = [p for p in model.parameters() if not p.any()]
             for parameter in zeros:
                 parameter.copy_(torch.linspace(-0.02, 0.02, parameter.numel()).view_as(parameter))
+            fault = sampling_fault if model is actor else ""
             fault = fault or disagreement_of(model, logits_of_rows)
             if not fault and not disagreement_of(model, logits_of_shared_prompts):
                 _SHARED_SCORING.add(model)
@@ -976,8 +986,8 @@ def to_device(values, device):
 
 def make_batch(prompts, responses, device):
     """Returns a batch of prompts and responses, lists of ids. On the host it has batch.sequences, one tuple
-    per row: prompt ids, response ids, indices of the response tokens that the policy sampled. Its tensors on
-    the device are (rows,) or (rows, R), R being the longest response."""
+    per row: prompt ids, response ids, indices of the response tokens that the policy sampled (here all). Its
+    tensors on the device are (rows,) or (rows, R), R being the longest response."""
     lengths = to_device(list(map(len, responses)), device)
     ids = to_device(pad_right(responses, 0), device)
     return SimpleNamespace(
@@ -1007,9 +1017,9 @@ def micro_batch_rows(model, batch):
 
 
 def micro_batches(model, batch, rows=None):
-    """Cuts rows (None: all) into micro-batches, lists of row numbers. Rows of one prompt stay together,
-    because the prompt is read once for all of them. Prompts with the most tokens, responses included, come
-    first."""
+    """Cuts rows (None: all) into micro-batches, lists of row numbers. Rows of one prompt stay together where
+    they fit, because the prompt is read once for all of them. Prompts with the most tokens, responses
+    included, come first."""
     if rows is None:
         rows = range(len(batch.sequences))
     size = micro_batch_rows(model, batch)
@@ -1171,31 +1181,29 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
     """Samples group_size responses to each prompt, a list of ids; rows of one prompt are neighbours.
 
     uniform (rows, max_new_tokens) decides every token; None takes the likeliest one. Returns ids (rows,
-    max_new_tokens), lengths (rows,), and, in the shape of ids, each id's log-probability in the sampling
-    distribution and that distribution's entropy. A row holds its first EOS id, and padding after it. A row
-    that was cut holds no EOS id."""
+    max_new_tokens), lengths (rows,), and each id's log-probability in the sampling distribution, in the shape
+    of ids. A row holds its first EOS id, and padding after it. A row that was cut holds no EOS id."""
     device = model.device
     check_every = _EOS_CHECK_EVERY[device.type]
     decoder = Decoder(model, prompts, group_size, pad_id)
     rows = torch.arange(len(prompts) * group_size, device=device)  # rows of the result that are not finished
     ids = torch.full((len(rows), max_new_tokens), pad_id, device=device)
-    logprobs, entropies = torch.zeros(2, len(rows), max_new_tokens, device=device)
+    logprobs = torch.zeros(len(rows), max_new_tokens, device=device)
     finished = torch.zeros_like(rows, dtype=torch.bool)
-    pending = []  # since the last check, of each token: ids, log-probabilities, entropies, (unfinished rows,)
+    pending = []  # since the last check, of each token: ids and log-probabilities, (unfinished rows,)
     for t in progress(range(max_new_tokens), "tokens"):
         distribution = sampling_logprobs(decoder.logits, temperature).clamp_(min=-1e30)  # (rows, vocabulary)
-        probabilities = distribution.exp()
         if uniform is None:
             tokens = distribution.argmax(-1)
         else:
-            tokens = sample_tokens(probabilities, uniform[rows, t])
+            tokens = sample_tokens(distribution.exp(), uniform[rows, t])
         chosen = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        pending.append((tokens, chosen, -(probabilities * distribution).sum(-1)))
+        pending.append((tokens, chosen))
         is_last = t + 1 == max_new_tokens
         # Every check_every tokens: store what is pending, then drop the rows that are finished
         if (t + 1) % check_every == 0 or is_last:
             columns = slice(t + 1 - len(pending), t + 1)
-            for result, values in zip((ids, logprobs, entropies), zip(*pending)):
+            for result, values in zip((ids, logprobs), zip(*pending)):
                 result[rows, columns] = torch.stack(values, 1)
             pending = []
             if is_last:
@@ -1212,9 +1220,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
         decoder.next(tokens)
     is_eos = torch.isin(ids, eos_ids).long()
     after_eos = is_eos.cumsum(1) > is_eos  # an EOS stands before this token
-    logprobs = logprobs.masked_fill(after_eos, 0)
-    entropies = entropies.masked_fill(after_eos, 0)
-    return ids.masked_fill(after_eos, pad_id), (~after_eos).sum(1), logprobs, entropies
+    return ids.masked_fill(after_eos, pad_id), (~after_eos).sum(1), logprobs.masked_fill(after_eos, 0)
 
 
 # ---------------------------------------------------------------- decoding with shared prompts
@@ -1466,11 +1472,9 @@ def logits_of_shared_prompts(model, batch, rows):
 
 
 def make_optimizer(model, learning_rate):
-    """Returns AdamW over the model's trained parameters. With GRADIENT_CHECKPOINTING the model's activations
-    are recomputed in the backward pass. Another optimizer, or several parameter groups, go here: all groups
-    are scheduled, clipped and stepped. A group may have a rate of its own, such as lr=0.02 for Muon."""
-    if GRADIENT_CHECKPOINTING:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+    """Returns AdamW over the model's trained parameters. Another optimizer, or several parameter groups, go
+    here: all groups are scheduled, clipped and stepped. A group may have a rate of its own, such as lr=0.02
+    for Muon."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
     for group in optimizer.param_groups:  # a rate of its own keeps its ratio to learning_rate
@@ -1550,13 +1554,12 @@ class GradientSum:
                     layer.training = on
 
     def backward(self, model, loss):
-        """loss.backward(); on a GPU by kernels that always add in the same order, unless
-        DETERMINISTIC_GRADIENTS = False."""
-        strict = DETERMINISTIC_GRADIENTS and model.device.type == "cuda"
+        """loss.backward(), by kernels that always add in the same order. An operation that has none is an
+        error on a GPU; with DETERMINISTIC_GRADIENTS = False it is a warning."""
         if self.is_dummy:
             loss = 0 * loss
-        # For this pass, an operation without such a kernel is an error instead of a warning
-        torch.use_deterministic_algorithms(True, warn_only=not strict)
+        warn_only = not DETERMINISTIC_GRADIENTS or model.device.type != "cuda"
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
         try:
             loss.backward()
         except RuntimeError as error:
@@ -1641,7 +1644,7 @@ def clip_and_step(optimizers, total_loss, run, row_names):
         if finite:
             optimizer.step()
         optimizer.zero_grad()
-    run.count_skipped_step(finite, row_names)
+    run.note_optimizer_step(finite, row_names)
     return norms
 
 
@@ -1816,8 +1819,7 @@ def encode_chat(tokenizer, prompt, where, response=None):
         if turn["role"] == "assistant":
             text += tokenizer.eos_token
     ids = tokenizer(text)["input_ids"]
-    # Some tokenizers append an EOS to every text, which is dropped: the response would begin after it, or
-    # end twice
+    # Some tokenizers append an EOS to every text. It is dropped; after a response it is the second
     appended = [tokenizer.eos_token_id] * (1 if response is None else 2)
     text_has_eos = (messages + turns)[-1]["content"].endswith(tokenizer.eos_token)
     if ids[-len(appended) :] == appended and not text_has_eos:
@@ -1875,7 +1877,7 @@ def ids_of_ends(model, tokenizer):
 def respond(model, tokenizer, prompts, uniform, group_size=1):
     """Samples group_size responses to each prompt, a list of ids, by generate(); as many rows at a time as a
     training batch has. uniform (rows, MAX_NEW_TOKENS); None: the likeliest tokens. Returns a batch (see
-    make_batch) with logprobs, entropies, truncated, responses (texts) and columns (for reward functions)."""
+    make_batch) with logprobs, truncated, responses (texts) and columns (for reward functions)."""
     prompts_at_a_time = max(1, BATCH_SIZE * GROUP_SIZE // group_size)
     eos_ids = ids_of_ends(model, tokenizer)
     settings = (MAX_NEW_TOKENS, TEMPERATURE, eos_ids, padding_id(model, tokenizer))
@@ -1891,12 +1893,11 @@ def respond(model, tokenizer, prompts, uniform, group_size=1):
 
     with full_parameters(model):
         chunks = map_over_ranks(range(0, len(prompts), prompts_at_a_time), sample_chunk)
-    ids, lengths, logprobs, entropies = (torch.cat(x).to(model.device) for x in zip(*chunks))
+    ids, lengths, logprobs = (torch.cat(x).to(model.device) for x in zip(*chunks))
     responses = [row[:length] for length, *row in torch.cat([lengths[:, None], ids], 1).tolist()]
     batch = make_batch(repeat_each(prompts, group_size), responses, model.device)
     width = batch.response_mask.shape[1]
     batch.logprobs = logprobs[:, :width]
-    batch.entropies = entropies[:, :width]
     batch.truncated = ~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), eos_ids)
     batch.responses = tokenizer.batch_decode(responses, skip_special_tokens=True)
     batch.columns = {"response_ids": responses}
@@ -2131,7 +2132,8 @@ def evaluate_policy(trainer_class):
 
 # differs: which models are not needed
 def trainer_to_evaluate(trainer_class, policy):
-    """Returns a trainer with the policy as its actor. Neither a reference nor data to train on is loaded."""
+    """Returns a trainer with the policy as its actor, without a reference. Its critic and its rows to train
+    on are not used."""
     global ACTOR_MODEL, CRITIC_MODEL, LORA_RANK, KL_COEF, KL_TARGET, REFERENCE_MODEL
     global TRAIN_DATASETS, MAX_TRAIN_PROMPTS
     ACTOR_MODEL, CRITIC_MODEL, LORA_RANK = policy, None, 0
@@ -2184,9 +2186,7 @@ def policy_scores(trainer, greedy, sampled):
 def majority_votes(trainer, batch):
     """Returns for each prompt the index of the response that most others agree with, (prompts,). Two
     responses agree if ACCURACY_FUNCTION finds one correct with the other as the answer. Returns None if no
-    two responses agree anywhere, or if the responses are turns instead of texts."""
-    if not isinstance(batch.responses[0], str):
-        return None
+    two responses agree anywhere."""
     votes = []
     can_compare = False
     for start in range(0, len(batch.responses), EVALUATE_SAMPLES):
@@ -2301,8 +2301,8 @@ def merge_adapter(model):
 
 
 # ---------------------------------------------------------------- sharding
-# Models larger than a GPU: each process holds a part of every parameter, gradient and optimizer state
-# (FSDP2).
+# Each process keeps a part of every parameter, gradient and optimizer state (FSDP2). To sample and to score,
+# a GPU must hold one whole model.
 
 _FULL = WeakSet()  # sharded models of which every process holds all parameters; see full_parameters()
 
@@ -2515,6 +2515,7 @@ def time_limit():
         faulthandler.cancel_dump_traceback_later()
 
 
+# differs: rewards per token
 def call_reward(name, function, prompts, responses, answers, columns=None, width=None):
     """Calls a reward function and returns its values, (rows,). Its fourth and later parameters get the data
     columns of their names. With a width the function may return a list of numbers per response, one per
@@ -2554,6 +2555,7 @@ def is_list_of_lists(values, count):
     return any(getattr(value, "ndim", isinstance(value, (list, tuple))) for value in values)
 
 
+# differs: rewards per token
 def check_scores(name, values, count, each="response"):
     """Returns the values as a float32 tensor (count,). Anything else is a mistake of the reward function."""
     if inspect.isawaitable(values) or inspect.isasyncgen(values):
@@ -2590,6 +2592,7 @@ def reward_chunks(rows):
     return [*chunks, slice(start, end)]
 
 
+# differs: rewards per token
 def score_over_ranks(trainer, function_name, function, batch, width=None):
     """Calls a reward function with one chunk of a batch's responses at a time; the processes share the calls.
     Returns the scores and {part: values (rows,)} of what the function left in trainer.reward_parts."""
@@ -2782,9 +2785,12 @@ def write_atomically(path, write):
         os.rename(tmp, path)
         fsync(path.parent)
         shutil.rmtree(old, ignore_errors=True)
-    except Exception as error:  # an OSError, torch.save's RuntimeError, or one of safetensors' own
+    except Exception as error:
         shutil.rmtree(tmp, ignore_errors=True)
         finish_replacing(path)
+        # The disk's errors are OSErrors, but torch.save and safetensors raise types of their own
+        if not isinstance(error, OSError) and not re.search("inline_container|os error", str(error)):
+            raise
         hint = "make room and start again; training continues from the last good checkpoint"
         raise UserError(f"{path} could not be saved ({first_line(error)}): {hint}") from None
 
@@ -2896,7 +2902,7 @@ def read_metrics(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def changes(records, keys, phases):
+def varies(records, keys, phases):
     """Returns whether one of the metrics has two different values in records of the phases, or one alone."""
     for key in keys:
         values = []
@@ -2940,7 +2946,7 @@ def line_styles(axis, names):
 def draw_plot(records, path, title, panels, names):
     """Draws a grid of panels, each (y label, metrics), without those in which nothing changes. names: what
     each phase shows, {"train": ..., "eval": ...}."""
-    panels = [panel for panel in panels if changes(records, panel[1], names)] or panels
+    panels = [panel for panel in panels if varies(records, panel[1], names)] or panels
     height = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(9.5, 1.4 + 2.2 * height))
     inch = 1 / figure.get_figheight()  # matplotlib's own layouts take half as long again
@@ -2955,9 +2961,9 @@ def draw_plot(records, path, title, panels, names):
         axis.grid(alpha=0.3)
         axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
         for i, key in enumerate(keys):
-            for color, phase in enumerate(names, 2 * i):
-                name = names[phase] if len(keys) == 1 else key
-                plot_metric(axis, records, phase, key, f"C{color}", name)
+            labels = names if len(keys) == 1 else dict.fromkeys(names, key)
+            plot_metric(axis, records, "train", key, f"C{2 * i}", labels["train"])
+            plot_metric(axis, records, "eval", key, f"C{2 * i + 1}", labels["eval"])
         if len(axis.get_legend_handles_labels()[0]) > 1:
             axis.legend(fontsize=8)
     lines = line_styles(axis, names)
@@ -2980,6 +2986,7 @@ class Run:
         self.name = name
         self.title = name  # of the plots
         self.panels = []  # of the algorithm's plot: (label, metrics)
+        self.missing_metrics = []  # of the panels; logged once
         self.phase_names = {"train": "training", "eval": "held out"}  # of the plots
         self.device = device
         # A new run moves these of an earlier one aside
@@ -2991,6 +2998,7 @@ class Run:
         self.unwritten = []  # what log() printed before that file was open
         self.step = 0  # the current step, from 1; between steps, how many are done
         self.total_steps = 0
+        self.clock = None  # for the time left: when the next step began, and the steps done before it
         self.reset_best()
         self.evaluation = {}  # the last one's metrics
         self.skipped = 0  # optimizer steps in a row that were not finite
@@ -3012,11 +3020,10 @@ class Run:
 
     def reset_best(self):
         """Forgets earlier evaluations: nothing is best yet."""
-        self.clock = None  # for the time left: when the next step began, and the steps done before it
         self.evaluated_at = -1  # the step of the last evaluation
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
-        self.evals_since_best = 0  # evaluations since then
+        self.evals_since_best = 0  # evaluations since patience_value rose
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
@@ -3121,10 +3128,11 @@ class Run:
     def log_step(self, metrics, count, samples, line, unit="tokens"):
         """Logs the metrics of a step that processed `count` units and some of its samples, and prints its
         line."""
-        seconds = {f"seconds/{activity}": value for activity, value in self.times.items()}
+        times = {activity: value for activity, value in self.times.items() if activity != "evaluate"}
+        seconds = {f"seconds/{activity}": value for activity, value in times.items()}
         speed = {}
-        if self.times:
-            speed[f"{unit}_per_second"] = count / sum(self.times.values())
+        if times:
+            speed[f"{unit}_per_second"] = count / sum(times.values())
         if self.device.type == "cuda":
             metrics["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30  # the most so far
         self.write_metrics("train", {**metrics, **speed, **seconds})
@@ -3194,7 +3202,7 @@ class Run:
             print(*self.unwritten, sep="\n", file=self.text_log, flush=True)
             self.unwritten = []
 
-    def count_skipped_step(self, finite, row_names):
+    def note_optimizer_step(self, finite, row_names):
         """Counts optimizer steps in a row that were skipped, and names their rows. Five end the run."""
         if finite:
             self.skipped = 0
@@ -3211,6 +3219,11 @@ class Run:
         if not records:
             return
         keys = dict.fromkeys(key for record in records for key in record if key not in ("phase", "step"))
+        for key in [key for _, metrics in self.panels for key in metrics if key not in keys]:
+            hint = did_you_mean(key, keys)
+            if hint and key not in self.missing_metrics:
+                self.missing_metrics.append(key)
+                self.log(f"NOTE: a panel of the plot shows {key!r}, which no step has logged{hint}")
         all_panels = [(key, [key]) for key in keys]
         detailed = self.folder / "training_metrics_detailed.png"
         title = f"{self.title}: every metric that changed"
@@ -3243,7 +3256,7 @@ class Run:
         """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""
         # A second call of train() continues from self.checkpoint
         folder = self.checkpoint = self.folder / f"step_{self.step}"
-        if broadcast_from_rank0(folder.exists):
+        if broadcast_from_rank0(folder.exists):  # session() saves the last step, which may be saved already
             return
         weights = {name: full_weights(model) for name, model in self.models.items()}
         optimizers = {name: full_state(optimizer.state_dict()) for name, optimizer in self.optimizers.items()}
@@ -3426,7 +3439,7 @@ def run_stage(trainer_class):
 
 def user_message(error):
     """Returns what the user can do about an error, or None if a traceback says more."""
-    if hasattr(error, "__notes__"):  # raised by a reward function
+    if any("raised by" in note for note in getattr(error, "__notes__", ())):  # a function of the user's
         return None
     if isinstance(error, UserError):
         return str(error)
@@ -3437,11 +3450,8 @@ def user_message(error):
     if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
         return f"another process of this run ended or did not answer ({first_line(error)})"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
-        sizes = ["BATCH_SIZE", "GROUP_SIZE", "MAX_NEW_TOKENS", "QUESTIONS_AT_ONCE", "READER_BATCH_SIZE"]
-        hint = "lower " + " or ".join(name for name in sizes if name in constants())
-        if "MICRO_BATCH_ROWS" in constants():
-            hint = "set MICRO_BATCH_ROWS=1 and GRADIENT_CHECKPOINTING=True, or halve BATCH_SIZE and double "
-            hint += "GRADIENT_ACCUMULATION_STEPS: the training stays as it is"
+        hint = "set MICRO_BATCH_ROWS=1 and GRADIENT_CHECKPOINTING=True, or halve BATCH_SIZE and double "
+        hint += "GRADIENT_ACCUMULATION_STEPS: the training stays as it is"
         return f"out of memory ({first_line(error)}): {hint}"
     return None
 

@@ -175,7 +175,7 @@ EVAL_EVERY_N_STEPS = 10  # 0: only before the first and after the last step
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: never ends
 EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
 LOG_SAMPLES: int | None = None  # episodes per update written to samples.jsonl; None: all
-RESUME = "ask"  # ask | yes | no | a checkpoint's path
+RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or a run
 OUTPUT_DIR = f"{ROOT}/checkpoints/ppo_rag"
 SEED = 1
 USE_WANDB = False
@@ -504,7 +504,7 @@ class RAGTrainer:
     def update(self, batch):
         """Passes GROUP_EPOCHS times over the episodes, BATCH_SIZE per step; returns mean metrics."""
         run = self.run
-        steps_done = max(0, run.step - 1)
+        steps_done = max(0, run.step - 1)  # 0 also outside train()
         schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
         scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
         self.optimizer.param_groups[0]["lr"] = LEARNING_RATE * scale
@@ -537,7 +537,7 @@ class RAGTrainer:
         if finite:
             self.optimizer.step()
         ids = [self.table.questions[row]["id"] for row in batch.rows[chunk].tolist()]
-        self.run.count_skipped_step(finite, ids)
+        self.run.note_optimizer_step(finite, ids)
         log_ratio = logprobs.detach() - old_logprobs
         ratio = log_ratio.exp()
         clipped = (ratio - 1) * advantages.sign() > CLIP_RANGE
@@ -763,10 +763,9 @@ def time_limit():
         faulthandler.cancel_dump_traceback_later()
 
 
-def call_reward(name, function, prompts, responses, answers, columns=None, width=None):
+def call_reward(name, function, prompts, responses, answers, columns=None):
     """Calls a reward function and returns its values, (rows,). Its fourth and later parameters get the data
-    columns of their names. With a width the function may return a list of numbers per response, one per
-    token: (rows, width)."""
+    columns of their names."""
     columns = columns or {}
     signature = inspect.signature(function)
     first = [*signature.parameters][:3]
@@ -787,22 +786,10 @@ def call_reward(name, function, prompts, responses, answers, columns=None, width
         if not isinstance(error, UserError) and not hasattr(error, "__notes__"):  # the innermost is enough
             error.add_note(f"(raised by the reward function {name})")
         raise
-    if width is None or not is_list_of_lists(values, len(responses)):
-        return check_scores(name, values, len(responses))
-    token_scores = torch.zeros(len(responses), width)  # 0 after each response's end
-    for i, ids in enumerate(columns["response_ids"]):
-        token_scores[i, : len(ids)] = check_scores(name, values[i], len(ids), f"token of response {i}")
-    return token_scores
+    return check_scores(name, values, len(responses))
 
 
-def is_list_of_lists(values, count):
-    """Whether a reward function returned `count` values of which at least one is a list."""
-    if not hasattr(values, "__len__") or len(values) != count:
-        return False
-    return any(getattr(value, "ndim", isinstance(value, (list, tuple))) for value in values)
-
-
-def check_scores(name, values, count, each="response"):
+def check_scores(name, values, count):
     """Returns the values as a float32 tensor (count,). Anything else is a mistake of the reward function."""
     if inspect.isawaitable(values) or inspect.isasyncgen(values):
         if inspect.iscoroutine(values):
@@ -820,7 +807,7 @@ def check_scores(name, values, count, each="response"):
         if scores.shape == (count,) and scores.isfinite().all():
             return scores
         returned = f"{repr(values)[:80]}, of shape {tuple(scores.shape)}"
-    raise UserError(f"{name} must return {count} finite numbers, one per {each}; it returned {returned}")
+    raise UserError(f"{name} must return {count} finite numbers, one per response; it returned {returned}")
 
 
 # ---------------------------------------------------------------- processes
@@ -953,9 +940,12 @@ def write_atomically(path, write):
         os.rename(tmp, path)
         fsync(path.parent)
         shutil.rmtree(old, ignore_errors=True)
-    except Exception as error:  # an OSError, torch.save's RuntimeError, or one of safetensors' own
+    except Exception as error:
         shutil.rmtree(tmp, ignore_errors=True)
         finish_replacing(path)
+        # The disk's errors are OSErrors, but torch.save and safetensors raise types of their own
+        if not isinstance(error, OSError) and not re.search("inline_container|os error", str(error)):
+            raise
         hint = "make room and start again; training continues from the last good checkpoint"
         raise UserError(f"{path} could not be saved ({first_line(error)}): {hint}") from None
 
@@ -1067,7 +1057,7 @@ def read_metrics(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def changes(records, keys, phases):
+def varies(records, keys, phases):
     """Returns whether one of the metrics has two different values in records of the phases, or one alone."""
     for key in keys:
         values = []
@@ -1111,7 +1101,7 @@ def line_styles(axis, names):
 def draw_plot(records, path, title, panels, names):
     """Draws a grid of panels, each (y label, metrics), without those in which nothing changes. names: what
     each phase shows, {"train": ..., "eval": ...}."""
-    panels = [panel for panel in panels if changes(records, panel[1], names)] or panels
+    panels = [panel for panel in panels if varies(records, panel[1], names)] or panels
     height = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(9.5, 1.4 + 2.2 * height))
     inch = 1 / figure.get_figheight()  # matplotlib's own layouts take half as long again
@@ -1126,9 +1116,9 @@ def draw_plot(records, path, title, panels, names):
         axis.grid(alpha=0.3)
         axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
         for i, key in enumerate(keys):
-            for color, phase in enumerate(names, 2 * i):
-                name = names[phase] if len(keys) == 1 else key
-                plot_metric(axis, records, phase, key, f"C{color}", name)
+            labels = names if len(keys) == 1 else dict.fromkeys(names, key)
+            plot_metric(axis, records, "train", key, f"C{2 * i}", labels["train"])
+            plot_metric(axis, records, "eval", key, f"C{2 * i + 1}", labels["eval"])
         if len(axis.get_legend_handles_labels()[0]) > 1:
             axis.legend(fontsize=8)
     lines = line_styles(axis, names)
@@ -1151,6 +1141,7 @@ class Run:
         self.name = name
         self.title = name  # of the plots
         self.panels = []  # of the algorithm's plot: (label, metrics)
+        self.missing_metrics = []  # of the panels; logged once
         self.phase_names = {"train": "training", "eval": "held out"}  # of the plots
         self.device = device
         # A new run moves these of an earlier one aside
@@ -1162,6 +1153,7 @@ class Run:
         self.unwritten = []  # what log() printed before that file was open
         self.step = 0  # the current step, from 1; between steps, how many are done
         self.total_steps = 0
+        self.clock = None  # for the time left: when the next step began, and the steps done before it
         self.reset_best()
         self.evaluation = {}  # the last one's metrics
         self.skipped = 0  # optimizer steps in a row that were not finite
@@ -1183,11 +1175,10 @@ class Run:
 
     def reset_best(self):
         """Forgets earlier evaluations: nothing is best yet."""
-        self.clock = None  # for the time left: when the next step began, and the steps done before it
         self.evaluated_at = -1  # the step of the last evaluation
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
-        self.evals_since_best = 0  # evaluations since then
+        self.evals_since_best = 0  # evaluations since patience_value rose
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
@@ -1292,10 +1283,11 @@ class Run:
     def log_step(self, metrics, count, samples, line, unit="tokens"):
         """Logs the metrics of a step that processed `count` units and some of its samples, and prints its
         line."""
-        seconds = {f"seconds/{activity}": value for activity, value in self.times.items()}
+        times = {activity: value for activity, value in self.times.items() if activity != "evaluate"}
+        seconds = {f"seconds/{activity}": value for activity, value in times.items()}
         speed = {}
-        if self.times:
-            speed[f"{unit}_per_second"] = count / sum(self.times.values())
+        if times:
+            speed[f"{unit}_per_second"] = count / sum(times.values())
         if self.device.type == "cuda":
             metrics["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30  # the most so far
         self.write_metrics("train", {**metrics, **speed, **seconds})
@@ -1365,7 +1357,7 @@ class Run:
             print(*self.unwritten, sep="\n", file=self.text_log, flush=True)
             self.unwritten = []
 
-    def count_skipped_step(self, finite, row_names):
+    def note_optimizer_step(self, finite, row_names):
         """Counts optimizer steps in a row that were skipped, and names their rows. Five end the run."""
         if finite:
             self.skipped = 0
@@ -1382,6 +1374,11 @@ class Run:
         if not records:
             return
         keys = dict.fromkeys(key for record in records for key in record if key not in ("phase", "step"))
+        for key in [key for _, metrics in self.panels for key in metrics if key not in keys]:
+            hint = did_you_mean(key, keys)
+            if hint and key not in self.missing_metrics:
+                self.missing_metrics.append(key)
+                self.log(f"NOTE: a panel of the plot shows {key!r}, which no step has logged{hint}")
         all_panels = [(key, [key]) for key in keys]
         detailed = self.folder / "training_metrics_detailed.png"
         title = f"{self.title}: every metric that changed"
@@ -1415,7 +1412,7 @@ class Run:
         """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""
         # A second call of train() continues from self.checkpoint
         folder = self.checkpoint = self.folder / f"step_{self.step}"
-        if broadcast_from_rank0(folder.exists):
+        if broadcast_from_rank0(folder.exists):  # session() saves the last step, which may be saved already
             return
         weights = {name: model.state_dict() for name, model in self.models.items()}
         optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
@@ -1596,9 +1593,10 @@ def run_stage(trainer_class):
     return 128 + trainer.run.stop_signal if trainer.run.stop_signal else 0
 
 
+# differs: the constants that bound the memory
 def user_message(error):
     """Returns what the user can do about an error, or None if a traceback says more."""
-    if hasattr(error, "__notes__"):  # raised by a reward function
+    if any("raised by" in note for note in getattr(error, "__notes__", ())):  # a function of the user's
         return None
     if isinstance(error, UserError):
         return str(error)
@@ -1609,11 +1607,7 @@ def user_message(error):
     if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
         return f"another process of this run ended or did not answer ({first_line(error)})"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
-        sizes = ["BATCH_SIZE", "GROUP_SIZE", "MAX_NEW_TOKENS", "QUESTIONS_AT_ONCE", "READER_BATCH_SIZE"]
-        hint = "lower " + " or ".join(name for name in sizes if name in constants())
-        if "MICRO_BATCH_ROWS" in constants():
-            hint = "set MICRO_BATCH_ROWS=1 and GRADIENT_CHECKPOINTING=True, or halve BATCH_SIZE and double "
-            hint += "GRADIENT_ACCUMULATION_STEPS: the training stays as it is"
+        hint = "lower BATCH_SIZE or MAX_NEW_TOKENS or QUESTIONS_AT_ONCE"
         return f"out of memory ({first_line(error)}): {hint}"
     return None
 

@@ -157,7 +157,7 @@ EVAL_EVERY_N_STEPS = 25  # 0: only before the first and after the last step
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a lower loss before the run ends; 0: all steps are run
 EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the lowest loss
 LOG_SAMPLES = 2  # pairs per step written to samples.jsonl
-RESUME = "ask"  # ask | yes | no | a checkpoint's path
+RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or a run
 OUTPUT_DIR = f"{ROOT}/checkpoints/reward_model"
 SEED = 1
 USE_WANDB = False
@@ -174,7 +174,7 @@ PLOT_PANELS = [
 
 # Processes: torchrun --nproc_per_node=2 ppo/reward_model.py
 DETERMINISTIC_GRADIENTS = True  # the same bits on any number of processes; False: a little faster
-SHARD = "none"  # none | fsdp2: each process holds a part of every model, for models larger than a GPU
+SHARD = "none"  # none | fsdp2: each process keeps a part of every model; the whole must fit a GPU to be read
 PROCESS_TIMEOUT = 1800.0  # seconds that a process waits for the others
 
 _VALID_RANGES = {  # (smallest, largest) value or allowed words, where a bad value might go unnoticed
@@ -483,10 +483,14 @@ def load_trained(run, name, auto_class, path, constant, new_head=False):
     from path. With LORA_RANK it is the frozen model of path with an adapter, and with the new head."""
     saved = run.checkpoint / name if run.checkpoint else None
     if LORA_RANK:
-        return load_adapted(auto_class, path, constant, run.device, saved, new_head)
-    if saved:
-        return load_model(auto_class, saved, constant, run.device)
-    return load_model(auto_class, path, constant, run.device, new_head)
+        model = load_adapted(auto_class, path, constant, run.device, saved, new_head)
+    elif saved:
+        model = load_model(auto_class, saved, constant, run.device)
+    else:
+        model = load_model(auto_class, path, constant, run.device, new_head)
+    if GRADIENT_CHECKPOINTING:  # activations are computed again in the backward pass; see GradientSum
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    return model
 
 
 def load_tokenizer(path, constant):
@@ -678,11 +682,9 @@ def reads_joined(model, joined, separate, rows):
 
 
 def make_optimizer(model, learning_rate):
-    """Returns AdamW over the model's trained parameters. With GRADIENT_CHECKPOINTING the model's activations
-    are recomputed in the backward pass. Another optimizer, or several parameter groups, go here: all groups
-    are scheduled, clipped and stepped. A group may have a rate of its own, such as lr=0.02 for Muon."""
-    if GRADIENT_CHECKPOINTING:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+    """Returns AdamW over the model's trained parameters. Another optimizer, or several parameter groups, go
+    here: all groups are scheduled, clipped and stepped. A group may have a rate of its own, such as lr=0.02
+    for Muon."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
     for group in optimizer.param_groups:  # a rate of its own keeps its ratio to learning_rate
@@ -699,7 +701,7 @@ def set_learning_rate(optimizer, learning_rate):
 def step_scale(run):
     """Returns the factor of the learning rate in the current step."""
     schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
-    steps_done = max(0, run.step - 1)
+    steps_done = max(0, run.step - 1)  # 0 also outside train()
     return learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
 
 
@@ -760,13 +762,12 @@ class GradientSum:
                     layer.training = on
 
     def backward(self, model, loss):
-        """loss.backward(); on a GPU by kernels that always add in the same order, unless
-        DETERMINISTIC_GRADIENTS = False."""
-        strict = DETERMINISTIC_GRADIENTS and model.device.type == "cuda"
+        """loss.backward(), by kernels that always add in the same order. An operation that has none is an
+        error on a GPU; with DETERMINISTIC_GRADIENTS = False it is a warning."""
         if self.is_dummy:
             loss = 0 * loss
-        # For this pass, an operation without such a kernel is an error instead of a warning
-        torch.use_deterministic_algorithms(True, warn_only=not strict)
+        warn_only = not DETERMINISTIC_GRADIENTS or model.device.type != "cuda"
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
         try:
             loss.backward()
         except RuntimeError as error:
@@ -837,7 +838,7 @@ def clip_and_step(optimizers, total_loss, run, row_names):
         if finite:
             optimizer.step()
         optimizer.zero_grad()
-    run.count_skipped_step(finite, row_names)
+    run.note_optimizer_step(finite, row_names)
     return norms
 
 
@@ -954,7 +955,10 @@ def split_dialogue(text, where):
         hint = 'name the column of the prompts, or give texts such as "\\n\\nHuman: Hi\\n\\nAssistant: Hello"'
         raise UserError(f'{where} is a text, and the data set has no "prompt": {hint}')
     roles = {"Human": "user", "Assistant": "assistant"}
-    return [{"role": roles[who], "content": said.strip()} for who, said in zip(pieces[::2], pieces[1::2])]
+    return [
+        {"role": roles[speaker], "content": words.strip()}
+        for speaker, words in zip(pieces[::2], pieces[1::2])
+    ]
 
 
 def read_chat(value, where):
@@ -1068,8 +1072,7 @@ def encode_chat(tokenizer, prompt, where, response=None):
         if turn["role"] == "assistant":
             text += tokenizer.eos_token
     ids = tokenizer(text)["input_ids"]
-    # Some tokenizers append an EOS to every text, which is dropped: the response would begin after it, or
-    # end twice
+    # Some tokenizers append an EOS to every text. It is dropped; after a response it is the second
     appended = [tokenizer.eos_token_id] * (1 if response is None else 2)
     text_has_eos = (messages + turns)[-1]["content"].endswith(tokenizer.eos_token)
     if ids[-len(appended) :] == appended and not text_has_eos:
@@ -1243,8 +1246,8 @@ def merge_adapter(model):
 
 
 # ---------------------------------------------------------------- sharding
-# Models larger than a GPU: each process holds a part of every parameter, gradient and optimizer state
-# (FSDP2).
+# Each process keeps a part of every parameter, gradient and optimizer state (FSDP2). To sample and to score,
+# a GPU must hold one whole model.
 
 _FULL = WeakSet()  # sharded models of which every process holds all parameters; see full_parameters()
 
@@ -1571,9 +1574,12 @@ def write_atomically(path, write):
         os.rename(tmp, path)
         fsync(path.parent)
         shutil.rmtree(old, ignore_errors=True)
-    except Exception as error:  # an OSError, torch.save's RuntimeError, or one of safetensors' own
+    except Exception as error:
         shutil.rmtree(tmp, ignore_errors=True)
         finish_replacing(path)
+        # The disk's errors are OSErrors, but torch.save and safetensors raise types of their own
+        if not isinstance(error, OSError) and not re.search("inline_container|os error", str(error)):
+            raise
         hint = "make room and start again; training continues from the last good checkpoint"
         raise UserError(f"{path} could not be saved ({first_line(error)}): {hint}") from None
 
@@ -1685,7 +1691,7 @@ def read_metrics(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def changes(records, keys, phases):
+def varies(records, keys, phases):
     """Returns whether one of the metrics has two different values in records of the phases, or one alone."""
     for key in keys:
         values = []
@@ -1729,7 +1735,7 @@ def line_styles(axis, names):
 def draw_plot(records, path, title, panels, names):
     """Draws a grid of panels, each (y label, metrics), without those in which nothing changes. names: what
     each phase shows, {"train": ..., "eval": ...}."""
-    panels = [panel for panel in panels if changes(records, panel[1], names)] or panels
+    panels = [panel for panel in panels if varies(records, panel[1], names)] or panels
     height = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(9.5, 1.4 + 2.2 * height))
     inch = 1 / figure.get_figheight()  # matplotlib's own layouts take half as long again
@@ -1744,9 +1750,9 @@ def draw_plot(records, path, title, panels, names):
         axis.grid(alpha=0.3)
         axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
         for i, key in enumerate(keys):
-            for color, phase in enumerate(names, 2 * i):
-                name = names[phase] if len(keys) == 1 else key
-                plot_metric(axis, records, phase, key, f"C{color}", name)
+            labels = names if len(keys) == 1 else dict.fromkeys(names, key)
+            plot_metric(axis, records, "train", key, f"C{2 * i}", labels["train"])
+            plot_metric(axis, records, "eval", key, f"C{2 * i + 1}", labels["eval"])
         if len(axis.get_legend_handles_labels()[0]) > 1:
             axis.legend(fontsize=8)
     lines = line_styles(axis, names)
@@ -1810,6 +1816,7 @@ class Run:
         self.name = name
         self.title = name  # of the plots
         self.panels = []  # of the algorithm's plot: (label, metrics)
+        self.missing_metrics = []  # of the panels; logged once
         self.phase_names = {"train": "training", "eval": "held out"}  # of the plots
         self.device = device
         # A new run moves these of an earlier one aside
@@ -1821,6 +1828,7 @@ class Run:
         self.unwritten = []  # what log() printed before that file was open
         self.step = 0  # the current step, from 1; between steps, how many are done
         self.total_steps = 0
+        self.clock = None  # for the time left: when the next step began, and the steps done before it
         self.reset_best()
         self.evaluation = {}  # the last one's metrics
         self.skipped = 0  # optimizer steps in a row that were not finite
@@ -1842,11 +1850,10 @@ class Run:
 
     def reset_best(self):
         """Forgets earlier evaluations: nothing is best yet."""
-        self.clock = None  # for the time left: when the next step began, and the steps done before it
         self.evaluated_at = -1  # the step of the last evaluation
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
-        self.evals_since_best = 0  # evaluations since then
+        self.evals_since_best = 0  # evaluations since patience_value rose
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
@@ -1951,10 +1958,11 @@ class Run:
     def log_step(self, metrics, count, samples, line, unit="tokens"):
         """Logs the metrics of a step that processed `count` units and some of its samples, and prints its
         line."""
-        seconds = {f"seconds/{activity}": value for activity, value in self.times.items()}
+        times = {activity: value for activity, value in self.times.items() if activity != "evaluate"}
+        seconds = {f"seconds/{activity}": value for activity, value in times.items()}
         speed = {}
-        if self.times:
-            speed[f"{unit}_per_second"] = count / sum(self.times.values())
+        if times:
+            speed[f"{unit}_per_second"] = count / sum(times.values())
         if self.device.type == "cuda":
             metrics["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30  # the most so far
         self.write_metrics("train", {**metrics, **speed, **seconds})
@@ -2024,7 +2032,7 @@ class Run:
             print(*self.unwritten, sep="\n", file=self.text_log, flush=True)
             self.unwritten = []
 
-    def count_skipped_step(self, finite, row_names):
+    def note_optimizer_step(self, finite, row_names):
         """Counts optimizer steps in a row that were skipped, and names their rows. Five end the run."""
         if finite:
             self.skipped = 0
@@ -2041,6 +2049,11 @@ class Run:
         if not records:
             return
         keys = dict.fromkeys(key for record in records for key in record if key not in ("phase", "step"))
+        for key in [key for _, metrics in self.panels for key in metrics if key not in keys]:
+            hint = did_you_mean(key, keys)
+            if hint and key not in self.missing_metrics:
+                self.missing_metrics.append(key)
+                self.log(f"NOTE: a panel of the plot shows {key!r}, which no step has logged{hint}")
         all_panels = [(key, [key]) for key in keys]
         detailed = self.folder / "training_metrics_detailed.png"
         title = f"{self.title}: every metric that changed"
@@ -2074,7 +2087,7 @@ class Run:
         """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""
         # A second call of train() continues from self.checkpoint
         folder = self.checkpoint = self.folder / f"step_{self.step}"
-        if broadcast_from_rank0(folder.exists):
+        if broadcast_from_rank0(folder.exists):  # session() saves the last step, which may be saved already
             return
         weights = {name: full_weights(model) for name, model in self.models.items()}
         optimizers = {name: full_state(optimizer.state_dict()) for name, optimizer in self.optimizers.items()}
@@ -2257,7 +2270,7 @@ def run_stage(trainer_class):
 # differs: the constants that bound the memory
 def user_message(error):
     """Returns what the user can do about an error, or None if a traceback says more."""
-    if hasattr(error, "__notes__"):  # raised by a reward function
+    if any("raised by" in note for note in getattr(error, "__notes__", ())):  # a function of the user's
         return None
     if isinstance(error, UserError):
         return str(error)

@@ -64,14 +64,14 @@ MUTANTS = [
     ),
     (
         GRPO,
-        'strict = DETERMINISTIC_GRADIENTS and model.device.type == "cuda"',
-        "strict = False",
+        'warn_only = not DETERMINISTIC_GRADIENTS or model.device.type != "cuda"',
+        "warn_only = True",
         IN_MODELS + "on_a_gpu_a_sum_without_an_order_is_refused_unless_the_constant_allows_it",
     ),
     (
         GRPO,
-        'strict = DETERMINISTIC_GRADIENTS and model.device.type == "cuda"',
-        'strict = model.device.type == "cuda"',
+        'warn_only = not DETERMINISTIC_GRADIENTS or model.device.type != "cuda"',
+        'warn_only = model.device.type != "cuda"',
         IN_MODELS + "on_a_gpu_a_sum_without_an_order_is_refused_unless_the_constant_allows_it",
     ),
     # adapters
@@ -215,8 +215,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "_SHARED_DECODING.discard(actor)\n            fault = disagreement(actor, sampled_and_scored)",
-        'fault = ""',
+        "_SHARED_DECODING.discard(actor)\n            sampling_fault = disagreement(actor, sampled_and_scored)",
+        'sampling_fault = ""',
         "tests/test_models.py::test_a_model_that_changes_what_the_cache_gives_it_is_decoded_without_sharing",
     ),
     (
@@ -233,8 +233,8 @@ MUTANTS = [
     ),
     (
         "rce/rce.py",
-        "_SHARED_DECODING.discard(actor)\n            fault = disagreement(actor, sampled_and_scored)",
-        '_SHARED_DECODING.discard(actor)\n            fault = ""\n            disagreement(actor, sampled_and_scored)',
+        "_SHARED_DECODING.discard(actor)\n            sampling_fault = disagreement(actor, sampled_and_scored)",
+        '_SHARED_DECODING.discard(actor)\n            sampling_fault = ""\n            disagreement(actor, sampled_and_scored)',
         "tests/test_models.py::test_a_model_that_no_way_reads_right_is_refused_by_name[rce-generate]",
     ),
     (

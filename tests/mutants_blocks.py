@@ -109,8 +109,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        "if run.is_due(EVAL_EVERY_N_STEPS) or run.is_last_step():",
-        "if run.is_due(EVAL_EVERY_N_STEPS):",
+        "if evaluates or run.is_last_step():",
+        "if evaluates:",
         "tests/test_run.py::test_a_run_evaluates_first_last_and_every_so_many_steps",
     ),
     (
@@ -121,8 +121,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "        finish_replacing(path)\n        hint",
-        "        hint",
+        "        finish_replacing(path)\n        # The disk",
+        "        # The disk",
         "tests/test_safety.py::test_a_best_that_cannot_be_replaced_stays[grpo/grpo.py]",
     ),
     (
@@ -133,8 +133,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        'if hasattr(error, "__notes__"):  # raised',
-        "if False:  # raised",
+        'if any("raised by" in note',
+        'if any("raised at" in note',
         "tests/test_safety.py::test_what_a_reward_raises_is_never_taken_for_the_machines",
     ),
 ]

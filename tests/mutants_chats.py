@@ -113,14 +113,14 @@ MUTANTS = [
     # rewards a token
     (
         "ppo/ppo.py",
-        "        token_rewards += token_scores\n",
-        "        pass\n",
+        "return token_rewards + token_scores\n",
+        "return token_rewards\n",
         "tests/test_dense.py::test_only_rewards_a_token_tell_two_tokens_apart",
     ),
     (
         "ppo/ppo.py",
-        "        scores = scores - token_scores.sum(1)\n",
-        "",
+        "batch.response_lengths - 1] -= penalties",
+        "batch.response_lengths - 1] -= 0 * penalties",
         "tests/test_dense.py::test_token_rewards_add_up_by_hand",
     ),
     (
@@ -137,8 +137,8 @@ MUTANTS = [
     ),
     (
         "ppo/ppo.py",
-        "            scores = scores.sum(1)\n",
-        "            scores = scores[:, 0]\n",
+        "return token_scores.sum(1), token_scores, logged",
+        "return token_scores[:, 0], token_scores, logged",
         "tests/test_dense.py::test_a_run_logs_the_sums",
     ),
 ]

@@ -269,10 +269,10 @@ MUTANTS = [
         HOME + "figures_and_records_of_two_prompts_by_hand[rce]",
     ),
     (
-        PPO,
+        GRPO,
         "    if not isinstance(batch.responses[0], str):\n        return None\n    votes",
         "    votes",
-        HOME + "the_majority_is_the_answer_that_most_responses_state[ppo]",
+        HOME + "the_majority_is_the_answer_that_most_responses_state[grpo]",
     ),
     (
         GRPO,
@@ -565,8 +565,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        'if "MICRO_BATCH_ROWS" in constants():',
-        'if "MICRO_BATCH_ROWS" not in constants():',
+        'hint = "set MICRO_BATCH_ROWS=1 and',
+        'hint = "set MICRO_BATCH_ROWS=None and',
         "tests/test_safety.py::test_out_of_memory_is_a_sentence",
     ),
 ]

@@ -41,8 +41,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        "name = names[phase] if len(keys) == 1 else key",
-        "name = key",
+        "labels = names if len(keys) == 1 else dict.fromkeys(names, key)",
+        "labels = dict.fromkeys(names, key)",
         IN + "the_legend_says_what_each_line_is",
     ),
     (

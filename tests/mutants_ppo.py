@@ -200,8 +200,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        "        optimizer.zero_grad()\n    run.count_skipped_step",
-        "    run.count_skipped_step",
+        "        optimizer.zero_grad()\n    run.note_optimizer_step",
+        "    run.note_optimizer_step",
         "tests/test_lora.py::test_the_adapter_alone_is_trained_in_float32_and_the_base_never_changes[ppo]",
     ),
     # the losses
@@ -385,8 +385,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        "sample_tokens(probabilities, uniform[rows, t])",
-        "sample_tokens(probabilities.where(distribution >= distribution.topk(5).values[:, -1:], 0), uniform[rows, t])",
+        "sample_tokens(distribution.exp(), uniform[rows, t])",
+        "sample_tokens(distribution.exp().where(distribution >= distribution.topk(5).values[:, -1:], 0), uniform[rows, t])",
         IN_PPO + "a_token_beyond_the_likeliest_few_is_sampled_too",
     ),
     (
@@ -446,8 +446,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        "return scores - MISSING_EOS_PENALTY * batch.truncated, token_scores",
-        "return scores, token_scores",
+        "return scores - penalties, None, logged",
+        "return scores, None, logged",
         "tests/test_run.py::test_the_held_out_reward_is_after_the_penalty_as_the_trained_one_is",
     ),
     (
@@ -506,7 +506,7 @@ MUTANTS = [
     ),
     (
         PPO,
-        "        if self.times:\n            speed",
+        "        if times:\n            speed",
         "        if True:\n            speed",
         "tests/test_run.py::test_a_step_without_timed_blocks_is_recorded",
     ),
@@ -590,8 +590,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        "return scores - MISSING_EOS_PENALTY * batch.truncated, token_scores",
-        "return scores - MISSING_EOS_PENALTY * ~batch.truncated, token_scores",
+        "penalties = MISSING_EOS_PENALTY * batch.truncated",
+        "penalties = MISSING_EOS_PENALTY * ~batch.truncated",
         "tests/test_ppo.py::test_missing_eos_is_penalised",
     ),
     (
@@ -653,5 +653,55 @@ MUTANTS = [
         '"advantage_mean": masked_mean(batch.raw_advantages',
         '"advantage_mean": masked_mean(batch.advantages',
         "tests/test_ppo.py::test_samples_and_metrics_of_a_step_are_those_of_its_rows",
+    ),
+    # what a first-time reader of the file asked for
+    (
+        PPO,
+        "if GRADIENT_CHECKPOINTING:  # activations",
+        "if False:  # activations",
+        "tests/test_ppo.py::test_an_optimizer_of_ones_own_keeps_gradient_checkpointing",
+    ),
+    (
+        PPO,
+        "evaluates = run.is_due(EVAL_EVERY_N_STEPS) and not self.trains_critic_alone()",
+        "evaluates = run.is_due(EVAL_EVERY_N_STEPS)",
+        "tests/test_audit_core.py::test_patience_does_not_run_out_while_the_critic_is_trained_alone",
+    ),
+    (
+        PPO,
+        'for activity, value in self.times.items() if activity != "evaluate"}',
+        "for activity, value in self.times.items()}",
+        "tests/test_run.py::test_an_evaluation_of_ones_own_within_a_step_does_not_slow_it_in_the_log",
+    ),
+    (
+        PPO,
+        "                self.missing_metrics.append(key)\n",
+        "",
+        "tests/test_run.py::test_a_misspelt_metric_of_a_panel_is_named_once",
+    ),
+    (
+        PPO,
+        "for key in metrics if key not in keys]",
+        "for key in metrics if key in keys]",
+        "tests/test_run.py::test_a_misspelt_metric_of_a_panel_is_named_once",
+    ),
+    (
+        PPO,
+        '        if not isinstance(error, OSError) and not re.search("inline_container|os error", str(error)):\n'
+        "            raise\n",
+        "",
+        "tests/test_safety.py::test_what_an_edited_save_model_raises_is_not_taken_for_a_full_disk",
+    ),
+    (
+        PPO,
+        'not re.search("inline_container|os error"',
+        'not re.search("inline_container"',
+        "tests/test_safety.py::test_what_an_edited_save_model_raises_is_not_taken_for_a_full_disk",
+    ),
+    (
+        PPO,
+        'not re.search("inline_container|os error"',
+        'not re.search("os error"',
+        "tests/test_safety.py::test_what_an_edited_save_model_raises_is_not_taken_for_a_full_disk",
     ),
 ]

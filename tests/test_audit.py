@@ -380,7 +380,9 @@ def test_a_sliding_layer_keeps_the_mask_of_the_prompts(grpo):
     prompts = [rows[0]["ids"][:30], rows[1]["ids"][:4]]
     uniform = torch.rand(4, 10, generator=generator)
     with torch.no_grad():
-        ids, lengths, logprobs, _ = script.generate(model, prompts, uniform, 2, 10, 1.0, torch.tensor([1]), 0)
+        ids, lengths, logprobs, *_ = script.generate(
+            model, prompts, uniform, 2, 10, 1.0, torch.tensor([1]), 0
+        )
         for i, n in enumerate(lengths.tolist()):
             batch = SimpleNamespace(sequences={i: (prompts[i // 2], ids[i, :n].tolist(), None)})
             assert torch.allclose(logprobs[i, :n], read_alone(model, batch, i)[0], atol=NATS)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import hypothesis.strategies as st
 import pytest
 import torch
-from conftest import TINY, TRAINERS, distance, load_script, small
+from conftest import TINY, TRAINERS, distance, load_script, read, small
 from hypothesis import example, given, settings
 from test_recipes import patched, subclass
 
@@ -450,6 +450,25 @@ def test_the_critics_warm_up_leaves_actor_moments_and_kl_coefficient_alone(ppo):
     assert rates[:2] == [0, 0]
     assert rates[2:] == pytest.approx([0.5e-4, 1e-4, 1e-4, 1e-4])
     assert trainer.state.kl_coef != 0.05
+
+
+def test_patience_does_not_run_out_while_the_critic_is_trained_alone(ppo, tmp_path):
+    """The policy stays as it is, so its reward cannot rise. It is evaluated again when it is trained."""
+    script = ppo(
+        CRITIC_WARMUP_STEPS=3,
+        MAX_STEPS=5,
+        EVAL_EVERY_N_STEPS=1,
+        EARLY_STOPPING_PATIENCE=2,
+        EARLY_STOPPING_THRESHOLD=1e9,
+        USE_LR_SCHEDULER=True,
+        LR_SCHEDULER_TYPE="plateau",
+        PLATEAU_PATIENCE=1,
+    )
+    trainer = script.PPOTrainer()
+    trainer.train()
+    records = read(tmp_path / "run/logs/metrics.jsonl")
+    assert [record["step"] for record in records if record["phase"] == "eval"] == [0, 4, 5]
+    assert trainer.run.step == 5 and trainer.run.evals_since_best == trainer.run.halvings == 2
 
 
 def test_a_run_cut_within_the_critics_warm_up_equals_a_whole_one(ppo, tmp_path):

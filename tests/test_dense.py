@@ -8,6 +8,7 @@ import torch
 from conftest import load_script, read
 
 PPO = load_script("ppo/ppo.py")
+ONE = torch.ones(1, dtype=torch.long)
 
 
 def with_rewards(script, compute_rewards):
@@ -39,8 +40,8 @@ def rolled_out(trainer, count=4):
 
 def test_token_rewards_add_up_by_hand():
     mask = torch.tensor([[1.0, 1, 1], [1, 1, 0]])
-    dense = torch.tensor([[1.0, 2, 3], [4, 5, 0]])
-    scores = dense.sum(1) - torch.tensor([0.0, 0.5])  # MISSING_EOS_PENALTY of the second
+    dense = torch.tensor([[1.0, 2, 3], [4, 4.5, 0]])
+    scores = dense.sum(1)
     got = PPO.per_token_rewards(scores, -1.0 * mask, -3.0 * mask, mask, 0.1, dense)
     assert torch.allclose(got, torch.tensor([[0.8, 1.8, 2.8], [3.8, 4.3, 0]]))
 
@@ -137,7 +138,7 @@ def test_trainers_without_a_critic_refuse_them(each):
     trainer.compute_rewards = lambda prompts, responses, answers: [[1.0]] * len(responses)
     row = {"prompt": "x", "answer": "1", "columns": {}}
     batch = SimpleNamespace(rows=[row], responses=["a"], columns={"response_ids": [[1]]})
-    batch.truncated, batch.response_mask = torch.zeros(1), torch.ones(1, 32)
+    batch.truncated, batch.response_mask, batch.response_lengths = torch.zeros(1), torch.ones(1, 32), ONE
     if each.path == "ppo/ppo.py":
         assert trainer.score_responses(batch)[1].tolist() == [[1.0] + [0.0] * 31]
         return

@@ -118,7 +118,7 @@ def test_a_model_that_changes_what_the_cache_gives_it_is_decoded_without_sharing
     assert model not in trainer_of.script._SHARED_DECODING
     prompts = [[5, 6, 7, 8, 9, 10], [11, 12], [13, 14, 15]]
     ends = torch.tensor([1, 20])
-    ids, lengths, logprobs, _ = module.generate(model, prompts, torch.rand(9, 6), 3, 6, 1.3, ends, 0)
+    ids, lengths, logprobs, *_ = module.generate(model, prompts, torch.rand(9, 6), 3, 6, 1.3, ends, 0)
     for i, n in enumerate(lengths.tolist()):
         whole = prompts[i // 3] + ids[i, :n].tolist()
         with torch.no_grad():
@@ -149,7 +149,7 @@ def test_looking_seldom_who_has_finished_changes_no_sample(trainer_of, monkeypat
     left = []  # rows, at each token
     step = module.Decoder.next
     monkeypatch.setattr(module.Decoder, "next", lambda *words: (left.append(len(words[1])), step(*words))[1])
-    ids, lengths, logprobs, _ = module.generate(trainer.actor, prompts, uniform, 4, 40, 1.2, ends, 0)
+    ids, lengths, logprobs, *_ = module.generate(trainer.actor, prompts, uniform, 4, 40, 1.2, ends, 0)
     assert lengths.min() < lengths.max() - 16
     assert all(some <= (lengths > t).sum() / 0.75 for t, some in enumerate(left))  # the others were dropped
     monkeypatch.setattr(module, "_EOS_CHECK_EVERY", {"cpu": 16})  # as on a GPU

@@ -239,7 +239,7 @@ def test_a_response_ends_with_its_first_eos_and_holds_nothing_after_it(pad):
     model = Scripted({1: [3, 9, 4, 4], 2: [9, 9, 9, 9], 3: [4, 5, 6, 7], 4: [5, 5, 5, 9]})
     prompts = [[5, 1], [2], [3], [4]]
     uniform = torch.full((8, 4), 0.5)
-    ids, lengths, logprobs, _ = module.generate(model, prompts, uniform, 2, 4, 1.0, torch.tensor([9]), pad)
+    ids, lengths, logprobs, *_ = module.generate(model, prompts, uniform, 2, 4, 1.0, torch.tensor([9]), pad)
     assert lengths.tolist() == [2, 2, 1, 1, 4, 4, 4, 4]
     want = [[3, 9], [9], [4, 5, 6, 7], [5, 5, 5, 9]]  # the third is cut and has no EOS
     assert ids.tolist() == [row + [pad] * (4 - len(row)) for row in want for _ in range(2)]
@@ -253,7 +253,7 @@ def test_the_mask_covers_every_sampled_token_and_the_first_eos(ppo, monkeypatch)
 
     def generate(*_):
         ids = torch.tensor([[5, eos, 0, 0], [5, 6, 7, 8], [eos, 0, 0, 0]])
-        return ids, torch.tensor([2, 4, 1]), torch.zeros(3, 4), torch.zeros(3, 4)
+        return ids, torch.tensor([2, 4, 1]), torch.zeros(3, 4)
 
     monkeypatch.setattr(script, "generate", generate)
     batch = script.respond(trainer.actor, trainer.tokenizer, [[1], [2]], None)
@@ -375,7 +375,7 @@ def test_left_padding_with_absolute_positions_changes_nothing(shared):
             logits = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
             alone = [logits[len(prompt) - 1 + t, token].item() for t, token in enumerate(response)]
             assert together[i, : len(response)].tolist() == pytest.approx(alone, abs=NATS)
-        ids, lengths, logprobs, _ = module.generate(
+        ids, lengths, logprobs, *_ = module.generate(
             model, prompts, torch.rand(3, 5), 1, 5, 1.0, torch.tensor([0]), 0
         )
         batch = make_batch(prompts, [row[:n] for row, n in zip(ids.tolist(), lengths.tolist())])
@@ -617,6 +617,14 @@ def test_gradient_checkpointing_gives_the_same_gradients(ppo):
         assert set(seen) == {on}
         assert not any(m.training for m in trainer.actor.modules())
     assert distance(*found) < 1e-4
+
+
+def test_an_optimizer_of_ones_own_keeps_gradient_checkpointing(ppo):
+    script = ppo(GRADIENT_CHECKPOINTING=True)
+    script.make_optimizer = lambda model, learning_rate: torch.optim.SGD(model.parameters(), learning_rate)
+    trainer = script.PPOTrainer()
+    assert trainer.actor.model.layers[0].gradient_checkpointing
+    assert trainer.critic.model.layers[0].gradient_checkpointing
 
 
 def test_dropout_is_off_everywhere(ppo, tmp_path):

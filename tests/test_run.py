@@ -1561,6 +1561,31 @@ def test_a_step_without_timed_blocks_is_recorded(ppo, tmp_path):
     assert read(tmp_path / "run/logs/metrics.jsonl")[0] == {"phase": "train", "step": 1, "reward": 1.0}
 
 
+def test_an_evaluation_of_ones_own_within_a_step_does_not_slow_it_in_the_log(ppo, tmp_path):
+    trainer = ppo(MAX_STEPS=1, EVAL_EVERY_N_STEPS=1).PPOTrainer()
+    run, update, tokens = trainer.run, trainer.update, []
+
+    def update_and_evaluate(batch):
+        tokens.append(batch.response_lengths.sum().item())
+        with run.timed("evaluate"):
+            time.sleep(0.5)
+        return update(batch)
+
+    trainer.update = update_and_evaluate
+    trainer.train()
+    first, step, last = read(tmp_path / "run/logs/metrics.jsonl")
+    seconds = sum(step[f"seconds/{activity}"] for activity in ("rollout", "score", "update"))
+    assert step["tokens_per_second"] == pytest.approx(tokens[0] / seconds)
+    assert "seconds/evaluate" not in step and last["seconds/evaluate"] > 0.5
+
+
+def test_a_misspelt_metric_of_a_panel_is_named_once(ppo, tmp_path, capsys):
+    panels = [("accuracy", ["acuracy_greedy"]), ("reward", ["reward"])]
+    ppo(MAX_STEPS=2, SAVE_EVERY_N_STEPS=1, PLOT_PANELS=panels).PPOTrainer().train()
+    notes = [line for line in capsys.readouterr().out.splitlines() if "panel" in line]
+    assert len(notes) == 1 and "'acuracy_greedy'" in notes[0] and "did you mean accuracy_greedy?" in notes[0]
+
+
 # ---------------------------------------------------------------- groups are whole wherever rewards are asked
 
 

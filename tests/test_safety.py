@@ -1,6 +1,7 @@
 """Nothing is lost, nothing hangs, nothing foreign is run: locks, time limits, rewards and malformed input of
 every kind. tests/chaos.py kills and starves whole runs (CI does, after the suite)."""
 
+import errno
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import torch
 from conftest import ROOT, TRAINERS, load_script, reward_batch, run_script, small
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 
 import rewards
 
@@ -641,3 +643,29 @@ def test_a_file_is_replaced_in_one_step_when_it_is_written_and_on_disk(tmp_path,
     with pytest.raises(script.UserError, match="table.csv could not be saved"):
         script.write_atomically(path, breaks)
     assert path.read_text() == "new"
+
+
+def test_what_an_edited_save_model_raises_is_not_taken_for_a_full_disk(tmp_path):
+    """torch.save and safetensors raise types of their own when the disk is full."""
+    path = tmp_path / "best"
+    PPO.write_atomically(path, lambda tmp: tmp.mkdir())
+
+    def raises(error):
+        def write(tmp):
+            tmp.mkdir()
+            raise error
+
+        return write
+
+    with pytest.raises(KeyError, match="head"):
+        PPO.write_atomically(path, raises(KeyError("head")))
+    full = [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ]
+    for error in full:
+        with pytest.raises(PPO.UserError, match="best could not be saved.*make room"):
+            PPO.write_atomically(path, raises(error))
+    with pytest.raises(PPO.UserError, match="best could not be saved.*make room"):
+        PPO.write_atomically(path, lambda tmp: torch.save(torch.zeros(10_000), "/dev/full"))
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
