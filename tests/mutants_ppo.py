@@ -398,8 +398,8 @@ MUTANTS = [
     # what is logged
     (
         PPO,
-        "masked_variance(batch.returns - batch.values, mask) / (variance + 1e-8)",
-        "masked_mean((batch.returns - batch.values) ** 2, mask) / (variance + 1e-8)",
+        "masked_variance(batch.returns - batch.values, mask).item()",
+        "masked_mean((batch.returns - batch.values) ** 2, mask).item()",
         IN_PPO + "samples_and_metrics_of_a_step_are_those_of_its_rows",
     ),
     (
