@@ -5,9 +5,11 @@
 By default seeds 1 2 3 and all baselines. TASK is one of
     default  the default run of ppo/ppo.py
     sums     SmolLM2-135M-Instruct on sums (bench/real.py get)
-    credit   An early token decides, the later ones are noise. A response has LENGTH tokens of 82; its first
+    early    An early token decides, the later ones are noise. A response has LENGTH tokens of 82; its first
              must be one of the ten digits, which is scored at the end. One response per prompt, so that a
              group has no mean. The policy is a Llama of 2 layers with random weights.
+    dense    The same policy and size, and each token that repeats the prompt, a digit, is rewarded at once:
+             what comes later is noise to it. Accuracy is the share of right tokens.
 
 The values that compute_advantages() reads are, by baseline:
     critic   the critic's, of its model and its least-squares fit (value_features() in ppo/ppo.py)
@@ -36,26 +38,28 @@ from real import RUNS
 ROOT = Path(__file__).resolve().parents[1]
 LENGTH = 60
 BASELINES = ("critic", "network", "fit", "zero", "group", "batch")
+RANDOM_LLAMA = [
+    "REWARD_MODEL=None",
+    "KL_COEF=0.0",
+    "BATCH_SIZE=80",
+    "GRADIENT_ACCUMULATION_STEPS=1",
+    "GROUP_SIZE=1",
+    f"MAX_NEW_TOKENS={LENGTH}",
+    "LEARNING_RATE=1e-3",
+    "CRITIC_LEARNING_RATE=3e-3",
+    "MINI_BATCHES=4",
+    "ENTROPY_COEF=0.01",
+    "LAM=1.0",
+    "NUM_EPOCHS=1000000",
+    "MAX_STEPS=40",
+    "EVAL_EVERY_N_STEPS=5",
+    "MAX_EVAL_PROMPTS=None",
+]
 TASKS = {
     "default": [],
     "sums": RUNS["ppo"][1],
-    "credit": [
-        "REWARD_MODEL=None",
-        "KL_COEF=0.0",
-        "BATCH_SIZE=80",
-        "GRADIENT_ACCUMULATION_STEPS=1",
-        "GROUP_SIZE=1",
-        f"MAX_NEW_TOKENS={LENGTH}",
-        "LEARNING_RATE=1e-3",
-        "CRITIC_LEARNING_RATE=3e-3",
-        "MINI_BATCHES=4",
-        "ENTROPY_COEF=0.01",
-        "LAM=1.0",
-        "NUM_EPOCHS=1000000",
-        "MAX_STEPS=40",
-        "EVAL_EVERY_N_STEPS=5",
-        "MAX_EVAL_PROMPTS=None",
-    ],
+    "early": RANDOM_LLAMA,
+    "dense": RANDOM_LLAMA,
 }
 
 
@@ -75,13 +79,16 @@ def trainer_class(ppo, task, baseline, seconds):
             seconds.append(time.process_time())
             return metrics
 
-    class Credit(Ablation):
+    class OfDigits(Ablation):
         def __init__(self):
             super().__init__()
             self.digits = self.tokenizer.convert_tokens_to_ids([str(digit) for digit in range(10)])
 
         def compute_rewards(self, prompts, responses, answers, response_ids):
-            return [float(ids[0] in self.digits) for ids in response_ids]
+            if task == "early":
+                return [float(ids[0] in self.digits) for ids in response_ids]
+            wanted = self.tokenizer.convert_tokens_to_ids(prompts)  # a digit is one token
+            return [[(i == digit) / LENGTH for i in ids] for ids, digit in zip(response_ids, wanted)]
 
         def accuracy(self, batch):
             return batch.scores.double()
@@ -92,7 +99,7 @@ def trainer_class(ppo, task, baseline, seconds):
                 batch.scores = self.score_responses(batch)[0].cpu()
             return found
 
-    return Credit if task == "credit" else Ablation
+    return OfDigits if task in ("early", "dense") else Ablation
 
 
 def without_critic(ppo):
@@ -115,7 +122,7 @@ def run_one(task, baseline, seed, words):
         overrides = [*TASKS[task], f"SEED={seed}", f"OUTPUT_DIR={folder}/run", "RESUME=no"]
         overrides += ["SAVE_EVERY_N_STEPS=0", "LOG_SAMPLES=0"]
         ppo.apply_overrides(overrides)
-        if task == "credit":
+        if task in ("early", "dense"):
             data = make_inputs(Path(folder), seed)
             ppo.ACTOR_MODEL, ppo.TRAIN_DATASETS, ppo.EVAL_DATASETS = f"{folder}/policy", data, data * 5
         ppo.apply_overrides(words)
@@ -143,7 +150,7 @@ def main():
     task = words[0]
     seeds = [int(word) for word in words if word.isdecimal()] or [1, 2, 3]
     chosen = [word for word in words if word in BASELINES] or list(BASELINES)
-    if task == "credit":
+    if task in ("early", "dense"):
         chosen = [name for name in chosen if name != "group"]  # one response per prompt
     overrides = [word for word in words if "=" in word]
     for baseline in chosen:
