@@ -5,9 +5,10 @@ A response is an episode, a token is an action (Ziegler et al. 2019, arXiv 1909.
 
     r_t   = -KL_COEF (log pi(y_t) - log pi_ref(y_t)) + [t is the last token] score(y)
     A_t   = sum_k (GAMMA LAM)^k (r_{t+k} + GAMMA V_{t+k+1} - V_{t+k}), V after the end is 0; then whitened
-    R_t   = V_t + A_t, A_t not whitened, with CRITIC_LAM instead of LAM: what the critic is trained on. At
-            CRITIC_LAM = 1 (VC-PPO, 2503.01491) it is the sum of the rewards from token t on, by GAMMA
-    V_t   = the critic's model + w x_t, with x_t = value_features() and w from fit_values()
+    R_t   = V_t + A_t, A_t not whitened and with CRITIC_LAM for LAM: what the critic is trained on. At
+            CRITIC_LAM = 1 (VC-PPO, 2503.01491) it is sum_k GAMMA^k r_{t+k}
+    V_t   = the critic's model + w x_t, with x_t = value_features() and w solved in fitted_values(). In A_t
+            and R_t it is the rollout's, V_old; in L the model is the present one, and w x_t stays
     rho_t = pi(y_t) / pi_old(y_t)
     L     = -mean_t min(rho_t A_t, clip(rho_t, 1 - CLIP_RANGE, 1 + CLIP_RANGE_HIGH) A_t)
             + VALUE_LOSS_COEF mean_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old +- VALUE_CLIP_RANGE) - R_t)^2)
@@ -38,6 +39,7 @@ the advantage  gae, compute_advantages                    a metric       ppo_sta
 the reward     REWARD_FUNCTIONS; compute_rewards          a plot         PLOT_PANELS; draw_plot
 sampling       sampling_logprobs; rollout, generate       the schedule   learning_rate_scale
 the optimizer  make_optimizer                             when to stop   train (run.total_steps = run.step)
+the values     value_features, fit_values; score          the targets    compute_advantages
 A metric of the responses is a reward function of weight 0. Another evaluation, in train():
     run.write_metrics("eval", {f"other/{k}": v for k, v in self.evaluate(rows=self.other_rows).items()})
 with self.other_rows = load_prompts(...) as in __init__ (run.log_evaluation() would move best/, too).
@@ -187,10 +189,8 @@ KL_TARGET: float | None = None  # nats per token: adapts KL_COEF (1909.08593, se
 KL_HORIZON = 10000  # time constant of the adaptive KL_COEF, in responses; a step changes KL_COEF by <= 20%
 GAMMA = 1.0  # 0 to 1
 LAM = 0.95  # 0 to 1; 1: Monte-Carlo returns minus values
-CRITIC_LAM = 1.0  # lambda of the critic's targets, 0 to 1; 1: the sum of the rewards that came
-VALUE_FIT_DECAY: float | None = (
-    0.5  # per step, of what fit_values() remembers; None: the critic's model alone
-)
+CRITIC_LAM = 1.0  # lambda of the critic's targets, 0 to 1; 1: the discounted sum of the rewards from t on
+VALUE_FIT_DECAY: float | None = 0.5  # per step, of the weight of old steps in the values' fit; None: no fit
 CRITIC_WARMUP_STEPS = 0  # number of first steps that train the critic alone (2503.01491)
 WHITEN_ADVANTAGES = True
 
@@ -327,7 +327,7 @@ def value_loss(values, old_values, returns, clip_range):
 
 
 def value_features(logprobs, mask, scores, group_size, max_new_tokens):
-    """Returns what is known of each token before it is sampled, and what the critic's model cannot see,
+    """Returns numbers that do not depend on the token, on later tokens or on the response's own score,
     (rows, R, 5): 1; its position, as a share of max_new_tokens; whether an earlier token of the response had
     a probability below 1/2, which is often the slip that makes it wrong; the mean score of the prompt's other
     responses (0: there is no other); and the product of the last two."""
@@ -344,7 +344,7 @@ def value_features(logprobs, mask, scores, group_size, max_new_tokens):
 def fit_values(moments, features, targets, mask, decay):
     """Adds a step's tokens to the moments (X'X, X'y) of a least-squares fit of targets (rows, R) on features
     (rows, R, F), after the earlier steps' moments were multiplied by decay."""
-    features, targets, mask = (x.double().cpu() for x in (features, targets, mask))
+    features, targets, mask = (x.cpu().double() for x in (features, targets, mask))
     xx, xy = moments
     masked = features * mask[:, :, None]
     new_xx = torch.einsum("rtf,rtg->fg", masked, features)
@@ -419,6 +419,8 @@ class PPOTrainer:
         self.state.value_moments = no_moments  # of the fit of value_features()
         # If the run resumes, this loads the checkpoint into state and optimizers
         self.run.register(self.state, self.models, self.optimizers, self.tokenizer)
+        if VALUE_FIT_DECAY is None:
+            self.state.value_moments = no_moments  # a run that resumes may have had a fit
         if not KL_TARGET:
             self.state.kl_coef = KL_COEF  # a changed constant takes effect when a run resumes
         steps_per_epoch = math.ceil(num_prompts / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
@@ -569,8 +571,8 @@ class PPOTrainer:
             batch.advantages = whiten(batch.raw_advantages, mask)
 
     def update_value_fit(self, batch):
-        """Fits value_features() to what the critic's model leaves of the returns, for the next step."""
-        if VALUE_FIT_DECAY is not None:
+        """Fits value_features() to the returns minus the model's values of the rollout, for the next step."""
+        if VALUE_FIT_DECAY is not None and batch.returns.isfinite().all():
             targets = batch.returns - (batch.values - batch.fitted_values)
             self.state.value_moments = fit_values(
                 self.state.value_moments, batch.value_features, targets, batch.response_mask, VALUE_FIT_DECAY
@@ -743,9 +745,10 @@ class PPOTrainer:
         count_signal(self, has_signal, "all responses")
 
     def check_critic(self, explained_variance):
-        """Says once if the critic explained nothing in steps 11 to 20 of this start of the program."""
-        if math.isfinite(explained_variance):  # NaN: all returns were equal
-            self.explained_variances.append(explained_variance)
+        """Says once if the critic explained less than 5% in the 11th to 20th step (the median)."""
+        if not math.isfinite(explained_variance):  # all returns were equal: the step does not count
+            return
+        self.explained_variances.append(explained_variance)
         last = sorted(self.explained_variances[10:])
         if len(last) == 10 and last[5] < 0.05:
             found = (

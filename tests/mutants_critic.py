@@ -38,8 +38,8 @@ MUTANTS = [
     (PPO, "            self.update_value_fit(batch)\n", "", VALUE),
     (
         PPO,
-        "        if VALUE_FIT_DECAY is not None:\n",
-        "        if True:\n",
+        "        if VALUE_FIT_DECAY is not None and",
+        "        if",
         TEST + "without_a_decay_the_value_is_that_of_the_critics_model_alone",
     ),
     (
@@ -47,6 +47,18 @@ MUTANTS = [
         "micro) + batch.fitted_values[index, :width]",
         "micro)",
         TEST + "the_critics_loss_is_that_of_model_and_fit_together",
+    ),
+    (
+        PPO,
+        "VALUE_FIT_DECAY is not None and batch.returns.isfinite().all()",
+        "VALUE_FIT_DECAY is not None",
+        TEST + "a_step_that_is_not_finite_leaves_the_fit_as_it_was",
+    ),
+    (
+        PPO,
+        "            self.state.value_moments = no_moments  # a run",
+        "            pass  # a run",
+        TEST + "a_run_that_resumes_without_the_fit_has_none",
     ),
     # the message
     (
@@ -57,8 +69,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        "        if math.isfinite(explained_variance):  # NaN",
-        "        if True:  # NaN",
+        "        if not math.isfinite(explained_variance):",
+        "        if False:",
         TEST + "equal_returns_have_no_explained_variance",
     ),
     (PPO, "sorted(self.explained_variances[10:])", "sorted(self.explained_variances[-10:])", SAID),

@@ -63,6 +63,9 @@ def test_the_fit_is_ridge_regression_with_forgetting():
     np.testing.assert_allclose(found.numpy(), features.numpy() @ weights, rtol=1e-5)
 
 
+LENGTH = [(lambda prompts, responses, answers: [float(len(r)) for r in responses], 1.0)]
+
+
 def step_of(trainer):
     """A batch after rollout, scoring, advantages and update."""
     batch = trainer.rollout(trainer.next_prompts())
@@ -185,3 +188,24 @@ def test_equal_returns_have_no_explained_variance(ppo, tmp_path):
     (record,) = [json.loads(line) for line in open(tmp_path / "run/logs/metrics.jsonl")]
     assert record["explained_variance"] is None or math.isnan(record["explained_variance"])
     assert trainer.explained_variances == []
+
+
+def test_a_step_that_is_not_finite_leaves_the_fit_as_it_was(ppo):
+    trainer = ppo(REWARD_MODEL=None, REWARD_FUNCTIONS=LENGTH).PPOTrainer()
+    batch = step_of(trainer)
+    before = trainer.state.value_moments
+    assert before[1].abs().max() > 0
+    batch.returns[0, 0] = math.nan
+    trainer.update_value_fit(batch)
+    assert trainer.state.value_moments is before
+
+
+def test_a_run_that_resumes_without_the_fit_has_none(ppo, tmp_path):
+    settings = dict(REWARD_MODEL=None, REWARD_FUNCTIONS=LENGTH, MAX_STEPS=1, EVAL_DATASETS=[])
+    trainer = ppo(**settings).PPOTrainer()
+    trainer.train()
+    assert trainer.state.value_moments[1].abs().max() > 0
+    folder = str(tmp_path / "run/step_1")
+    resumed = ppo(**settings, VALUE_FIT_DECAY=None).PPOTrainer(resume_from_checkpoint=folder)
+    assert resumed.run.step == 1
+    assert resumed.state.value_moments[1].abs().max() == 0
