@@ -474,6 +474,7 @@ class PPOTrainer:
                 self.score(batch)
                 self.compute_advantages(batch)
                 metrics = self.update(batch)
+                self.update_value_fit(batch)
                 self.record(batch, metrics)
                 self.adapt_kl(metrics["kl"], len(batch.rows))
                 # While the critic is trained alone, the policy is what it was: patience must not run out
@@ -587,7 +588,6 @@ class PPOTrainer:
             for _ in range(GROUP_EPOCHS):
                 for rows in mini_batches(len(batch.rows)):
                     steps.append(self.optimizer_step(batch, rows))
-            self.update_value_fit(batch)
         check_first_ratio(steps[0], run.step)
         metrics = over_optimizer_steps(steps)
         metrics["first_ratio_deviation"] = steps[0]["max_ratio_deviation"]
@@ -3223,10 +3223,13 @@ class Run:
             return
         keys = dict.fromkeys(key for record in records for key in record if key not in ("phase", "step"))
         for key in [key for _, metrics in self.panels for key in metrics if key not in keys]:
-            hint = did_you_mean(key, keys)
-            if hint and key not in self.missing_metrics:
+            near = difflib.get_close_matches(
+                key, keys, 1, cutoff=0.85
+            )  # a typo, not a metric of another mode
+            if near and key not in self.missing_metrics:
                 self.missing_metrics.append(key)
-                self.log(f"NOTE: a panel of the plot shows {key!r}, which no step has logged{hint}")
+                fault = f"a panel of the plot shows {key!r}, which no step has logged"
+                self.log(f"NOTE: {fault}; did you mean {near[0]}?")
         all_panels = [(key, [key]) for key in keys]
         detailed = self.folder / "training_metrics_detailed.png"
         title = f"{self.title}: every metric that changed"

@@ -1988,10 +1988,13 @@ class Run:
             return
         keys = dict.fromkeys(key for record in records for key in record if key not in ("phase", "step"))
         for key in [key for _, metrics in self.panels for key in metrics if key not in keys]:
-            hint = did_you_mean(key, keys)
-            if hint and key not in self.missing_metrics:
+            near = difflib.get_close_matches(
+                key, keys, 1, cutoff=0.85
+            )  # a typo, not a metric of another mode
+            if near and key not in self.missing_metrics:
                 self.missing_metrics.append(key)
-                self.log(f"NOTE: a panel of the plot shows {key!r}, which no step has logged{hint}")
+                fault = f"a panel of the plot shows {key!r}, which no step has logged"
+                self.log(f"NOTE: {fault}; did you mean {near[0]}?")
         all_panels = [(key, [key]) for key in keys]
         detailed = self.folder / "training_metrics_detailed.png"
         title = f"{self.title}: every metric that changed"

@@ -35,7 +35,12 @@ MUTANTS = [
     (PPO, "batch.returns - (batch.values - batch.fitted_values)", "batch.returns - batch.values", VALUE),
     (PPO, "batch.value_features) * mask\n", "batch.value_features)\n", VALUE),
     (PPO, "batch) + batch.fitted_values\n", "batch)\n", VALUE),
-    (PPO, "            self.update_value_fit(batch)\n", "", VALUE),
+    (
+        PPO,
+        "                self.update_value_fit(batch)\n",
+        "",
+        TEST + "a_run_that_resumes_without_the_fit_has_none",
+    ),
     (
         PPO,
         "        if VALUE_FIT_DECAY is not None and",

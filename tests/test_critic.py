@@ -72,6 +72,7 @@ def step_of(trainer):
     trainer.score(batch)
     trainer.compute_advantages(batch)
     trainer.update(batch)
+    trainer.update_value_fit(batch)
     return batch
 
 
@@ -103,6 +104,7 @@ def test_a_value_is_the_critics_model_plus_the_fit_of_the_steps_before(ppo):
     # What is left for the next fit is what the model does not predict, whatever the last fit said
     trainer.compute_advantages(second)
     trainer.update(second)
+    trainer.update_value_fit(second)
     expected = module.fit_values(moments, features, second.returns - model_values, mask, 0.5)
     for found, wanted in zip(trainer.state.value_moments, expected):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
@@ -206,6 +208,10 @@ def test_a_run_that_resumes_without_the_fit_has_none(ppo, tmp_path):
     trainer.train()
     assert trainer.state.value_moments[1].abs().max() > 0
     folder = str(tmp_path / "run/step_1")
+    trainer.run.lock.release(force=True)
+    resumed = ppo(**settings).PPOTrainer(resume_from_checkpoint=folder)
+    assert all(map(torch.equal, resumed.state.value_moments, trainer.state.value_moments))
+    resumed.run.lock.release(force=True)
     resumed = ppo(**settings, VALUE_FIT_DECAY=None).PPOTrainer(resume_from_checkpoint=folder)
     assert resumed.run.step == 1
     assert resumed.state.value_moments[1].abs().max() == 0
