@@ -416,7 +416,7 @@ class PPOTrainer:
         num_prompts = len(self.train_rows)
         self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=num_prompts, kl_coef=KL_COEF)
         no_moments = torch.zeros(5, 5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
-        self.state.value_moments = no_moments  # of the fit of value_features()
+        self.state.value_moments = no_moments  # of value_features(), which are 5 numbers per token
         # If the run resumes, this loads the checkpoint into state and optimizers
         self.run.register(self.state, self.models, self.optimizers, self.tokenizer)
         if VALUE_FIT_DECAY is None:
