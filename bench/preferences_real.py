@@ -24,6 +24,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "checkpoints/preferences_real"
 SMOLLM2 = ROOT / "data/real/smollm2"
@@ -31,6 +33,7 @@ MINILM = ROOT / "data/real/minilm"
 GSM8K = ROOT.parent / "shared/data/gsm8k/example_model_solutions.jsonl"
 QUESTIONS = ["What is {x} + {y}?", "Tom has {x} apples and buys {y} more. How many has he?"]
 SLIPS = [-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20]  # of a wrong sum
+DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
 TRAIN_PROBLEMS = 500  # of the 731 problems of GSM8K that have right and wrong solutions
 
 
@@ -71,7 +74,7 @@ def sums(seed):
     parts = {"demos": rows[:320], "pairs": rows[320:640], "prompts": rows[640:1040], "held_out": rows[1040:]}
     paths = {name: write(f"sums_{name}.jsonl", part) for name, part in parts.items()}
     pair = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
-    common = [f"SEED={seed}", "DTYPE=bfloat16", "EVAL_EVERY_N_STEPS=10", "LEARNING_RATE=1e-5"]
+    common = [f"SEED={seed}", f"DTYPE={DTYPE}", "EVAL_EVERY_N_STEPS=10", "LEARNING_RATE=1e-5"]
     answered = ["ACCURACY_FUNCTION=last_number", "MAX_NEW_TOKENS=20", "MAX_EVAL_PROMPTS=64"]
     run(
         "sums_sft",
@@ -192,7 +195,7 @@ def gsm8k(seed):
         f"TRAIN_DATASETS={data_set(write('gsm8k_train.jsonl', train), **pair)}",
         f"EVAL_DATASETS={data_set(write('gsm8k_test.jsonl', held_out), **pair)}",
         f"SEED={seed}",
-        "DTYPE=bfloat16",
+        f"DTYPE={DTYPE}",
         "MAX_TOKENS=256",
         "MAX_EVAL_PAIRS=None",
         "BATCH_SIZE=16",

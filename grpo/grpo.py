@@ -562,7 +562,7 @@ class GRPOTrainer:
             losses, policy_losses, ratio, kl = self.token_losses(batch, micro, logprobs, entropy)
             gradients.backward(self.actor, (weights * losses).sum())
 
-            gradients.log_sum("policy_loss", (weights * policy_losses).sum().detach())
+            gradients.log_means({"policy_loss": policy_losses}, weights, 1)
             advantages = token_advantages(batch, index, width)
             stats = grpo_stats(ratio.detach(), mask, advantages, LOSS_TYPE, CLIP_RANGE, CLIP_RANGE_HIGH)
             gradients.log_max("max_ratio_deviation", stats.pop("ratio_deviation").max())
@@ -751,6 +751,9 @@ def load_pretrained(auto_class, path, constant, **options):
             why = "no such folder, and the hub has no such model"
         elif Path(path).is_dir() and not (Path(path) / "config.json").exists():
             why = "that folder holds no model, no config.json"
+            found = sorted([*Path(path).glob("*/config.json"), *Path(path).glob("*/*/config.json")])
+            if found:
+                why += f"; {found[0].parent} does"
         raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
 
 
@@ -1486,8 +1489,12 @@ class GradientSum:
             torch.use_deterministic_algorithms(True, warn_only=True)
 
     def log_means(self, values, mask, num_tokens):
-        """Logs means over all tokens of the step. values: {name: (rows, R)}, of which mask selects tokens."""
+        """Logs means over all tokens of the step. values: {name: (rows, R)}, of which mask selects tokens.
+        Refuses a loss of which the mean was taken before: the step would divide by the tokens twice."""
         for name, x in values.items():
+            if x.shape != mask.shape:
+                fault = f"{name} has the shape {tuple(x.shape)}, not {tuple(mask.shape)}"
+                raise ValueError(f"{fault}: return one number per token or pair, not their mean")
             self.log_sum(name, (x.detach() * mask).sum() / num_tokens)
 
     def log_sum(self, name, value):
@@ -1634,9 +1641,12 @@ def warn_of_unknown_tokens(trainer, rows, constant):
         tokens += len(row["ids"])
         if unknown in row["ids"]:
             unknown_tokens += row["ids"].count(unknown)
-            affected.append(row["id"])
+            affected.append(row)
     if affected:
-        where = f"{len(affected)} of {len(rows)} rows (the first: {affected[0]})"
+        text = tokenizer.decode(affected[0]["ids"])
+        place = text.find(tokenizer.unk_token)
+        text = text[max(0, place - 40) : place + 40]
+        where = f"{len(affected)} of {len(rows)} rows (the first: {affected[0]['id']}: {text!r})"
         fault = f"{unknown_tokens / tokens:.1%} of the tokens, in {where}, are {tokenizer.unk_token}"
         hint = "its tokenizer does not know these words: take a model that does, or other words"
         trainer.run.log(f"WARNING: {constant}: {fault}. ACTOR_MODEL = {ACTOR_MODEL!r}: {hint}")
@@ -1925,20 +1935,24 @@ def parameter_counts(model):
     return text
 
 
+def device_and_dtype(device):
+    """Returns both as text, with a warning where a processor has no instructions for bfloat16."""
+    fast_bfloat16 = any("bf16" in name and has for name, has in torch.cpu.get_capabilities().items())
+    if DTYPE == "bfloat16" and device.type == "cpu" and not fast_bfloat16:
+        return "cpu, bfloat16 (much slower than float32 on this processor: set DTYPE=float32)"
+    return f"{device}, {DTYPE}"
+
+
 def run_summary(trainer, optimizer_steps):
     """Returns the first lines of a run on the terminal. optimizer_steps: their number per training step."""
     run, actor = trainer.run, trainer.actor
-    precision = DTYPE
-    fast_bfloat16 = any("bf16" in name and has for name, has in torch.cpu.get_capabilities().items())
-    if DTYPE == "bfloat16" and actor.device.type == "cpu" and not fast_bfloat16:
-        precision += " (slower than float32 on this processor)"
     name = "/".join(Path(ACTOR_MODEL).parts[-2:])
     end = "NUM_EPOCHS"
     if MAX_STEPS and run.total_steps >= MAX_STEPS:
         end = "MAX_STEPS"
     prompts = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS
     lines = [
-        f"{name}: {parameter_counts(actor)} on {actor.device}, {precision}; writing to {OUTPUT_DIR}",
+        f"{name}: {parameter_counts(actor)} on {device_and_dtype(actor.device)}; writing to {OUTPUT_DIR}",
         f"{len(trainer.train_rows)} prompts to train on, {len(trainer.eval_rows)} held out",
         f"Steps {run.step} to {run.total_steps}, where {end} ends the run. In each step: {prompts} prompts x "
         f"{GROUP_SIZE} responses; optimizer steps of the policy: {optimizer_steps}",
@@ -1983,7 +1997,7 @@ def unsuited_constants():
         return []
     hints = []
     for name, (tuned, hint) in _TUNED_FOR_TINY.items():
-        if globals()[name] == tuned and not (is_shipped(ACTOR_MODEL) and "RATE" in name):
+        if globals()[name] == tuned and not (is_shipped(ACTOR_MODEL) and name.endswith(("RATE", "TOKENS"))):
             hints.append(f"{name} = {tuned!r} ({hint})")
     if not hints:
         return []
@@ -2000,6 +2014,14 @@ def shipped_evaluation(trainer):
     hint = "set EVAL_DATASETS to held-out rows of yours, or to [] for no evaluation"
     fault = "TRAIN_DATASETS is your own data, but EVAL_DATASETS, which best/ follows, is still the shipped"
     return [f"NOTE: {fault}: {hint}"]
+
+
+def policy_and_step(policy):
+    """Returns a policy's folder as text and, if it is the best/ of a run, the step that it is of."""
+    for folder in (Path(policy), Path(policy).parent):
+        if (folder / "metrics.json").exists():
+            return f"{policy} (step {json.loads((folder / 'metrics.json').read_text())['step']})"
+    return str(policy)
 
 
 # ---------------------------------------------------------------- STAGE=evaluate
@@ -2043,7 +2065,7 @@ def evaluate_policy(trainer_class):
         write_atomically(folder / f"{name}.jsonl", lambda tmp: tmp.write_text(lines))
         write_atomically(folder / f"{name}.json", lambda tmp: tmp.write_text(json.dumps(facts, indent=1)))
     counts = f"{len(records)} prompts, {EVALUATE_SAMPLES} samples each"
-    trainer.run.log(f"{counts}; written to {folder / name}.json and .jsonl")
+    trainer.run.log(f"{policy_and_step(policy)}: {counts}; written to {folder / name}.json and .jsonl")
     return figures
 
 
@@ -2876,6 +2898,18 @@ def draw_plot(records, path, title, panels, names):
 # ---------------------------------------------------------------- the run
 
 
+def as_numbers(metrics):
+    """Returns {name: number} of metrics that may be tensors or NumPy numbers."""
+    numbers = {}
+    for name, value in metrics.items():
+        if hasattr(value, "tolist"):
+            value = value.tolist()
+        if not isinstance(value, (int, float)):
+            raise TypeError(f"the metric {name!r} must be one number, not {value!r}")
+        numbers[name] = value
+    return numbers
+
+
 class Run:
     """One run in OUTPUT_DIR: its lock, logs, plots, checkpoints, signals and counters. The trainer's train()
     decides when it evaluates and saves."""
@@ -3049,7 +3083,7 @@ class Run:
     def log_evaluation(self, metrics):
         """Logs what evaluate() returned. Keeps the policy with the highest value in best/, and counts the
         evaluations since one was better by EARLY_STOPPING_THRESHOLD."""
-        metrics = {key: x.item() if hasattr(x, "item") else x for key, x in (metrics or {}).items()}
+        metrics = as_numbers(metrics or {})
         metrics = self.evaluation = all_gather(metrics)[0]  # all processes decide by the same numbers
         self.evaluated_at = self.step
         if not metrics:
@@ -3079,7 +3113,8 @@ class Run:
 
     def write_metrics(self, phase, metrics):
         # JSON has no NaN
-        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        numbers = as_numbers(metrics).items()
+        finite = {key: value if math.isfinite(value) else None for key, value in numbers}
         self.write("metrics.jsonl", {"phase": phase, "step": self.step, **finite})
         if self.wandb:
             self.wandb.log({f"{phase}/{key}": value for key, value in finite.items()}, step=self.step)

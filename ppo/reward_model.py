@@ -388,7 +388,7 @@ class RewardModelTrainer:
                 gradients.backward(self.model, losses.sum() / len(rows))
                 stats = {"loss": losses, "accuracy": agreement(chosen, rejected), "margin": chosen - rejected}
                 stats |= {"chosen_score": chosen, "rejected_score": rejected}
-                gradients.log_means(stats, torch.ones_like(losses), len(rows))
+                gradients.log_means(stats, torch.ones_like(chosen), len(rows))
             metrics = gradients.finish()
             optimizers, row_ids = [self.optimizers["reward_model"]], column(rows, "id")
             (grad_norm,) = clip_and_step(optimizers, metrics["loss"], run, row_ids)
@@ -510,6 +510,9 @@ def load_pretrained(auto_class, path, constant, **options):
             why = "no such folder, and the hub has no such model"
         elif Path(path).is_dir() and not (Path(path) / "config.json").exists():
             why = "that folder holds no model, no config.json"
+            found = sorted([*Path(path).glob("*/config.json"), *Path(path).glob("*/*/config.json")])
+            if found:
+                why += f"; {found[0].parent} does"
         raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
 
 
@@ -779,8 +782,12 @@ class GradientSum:
             torch.use_deterministic_algorithms(True, warn_only=True)
 
     def log_means(self, values, mask, num_tokens):
-        """Logs means over all tokens of the step. values: {name: (rows, R)}, of which mask selects tokens."""
+        """Logs means over all tokens of the step. values: {name: (rows, R)}, of which mask selects tokens.
+        Refuses a loss of which the mean was taken before: the step would divide by the tokens twice."""
         for name, x in values.items():
+            if x.shape != mask.shape:
+                fault = f"{name} has the shape {tuple(x.shape)}, not {tuple(mask.shape)}"
+                raise ValueError(f"{fault}: return one number per token or pair, not their mean")
             self.log_sum(name, (x.detach() * mask).sum() / num_tokens)
 
     def log_sum(self, name, value):
@@ -1092,6 +1099,14 @@ def parameter_counts(model):
     return text
 
 
+def device_and_dtype(device):
+    """Returns both as text, with a warning where a processor has no instructions for bfloat16."""
+    fast_bfloat16 = any("bf16" in name and has for name, has in torch.cpu.get_capabilities().items())
+    if DTYPE == "bfloat16" and device.type == "cpu" and not fast_bfloat16:
+        return "cpu, bfloat16 (much slower than float32 on this processor: set DTYPE=float32)"
+    return f"{device}, {DTYPE}"
+
+
 # differs: pairs instead of responses
 def run_summary(trainer):
     """Returns the first lines of a run on the terminal."""
@@ -1102,7 +1117,7 @@ def run_summary(trainer):
         end = "MAX_STEPS"
     pairs_per_step = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS
     lines = [
-        f"{name}: {parameter_counts(model)} on {model.device}, {DTYPE}; writing to {OUTPUT_DIR}",
+        f"{name}: {parameter_counts(model)} on {device_and_dtype(model.device)}; writing to {OUTPUT_DIR}",
         f"{len(trainer.train_rows)} pairs to train on, {len(trainer.eval_rows)} held out",
         f"Steps {run.step} to {run.total_steps}, where {end} ends the run; each has {pairs_per_step} pairs",
         memory_summary(trainer),
@@ -1147,7 +1162,7 @@ def unsuited_constants():
         return []
     hints = []
     for name, (tuned, hint) in _TUNED_FOR_TINY.items():
-        if globals()[name] == tuned and not (is_shipped(BASE_MODEL) and "RATE" in name):
+        if globals()[name] == tuned and not (is_shipped(BASE_MODEL) and name.endswith(("RATE", "TOKENS"))):
             hints.append(f"{name} = {tuned!r} ({hint})")
     if not hints:
         return []
@@ -1805,6 +1820,18 @@ def bootstrap_interval(values):
 # ---------------------------------------------------------------- the run
 
 
+def as_numbers(metrics):
+    """Returns {name: number} of metrics that may be tensors or NumPy numbers."""
+    numbers = {}
+    for name, value in metrics.items():
+        if hasattr(value, "tolist"):
+            value = value.tolist()
+        if not isinstance(value, (int, float)):
+            raise TypeError(f"the metric {name!r} must be one number, not {value!r}")
+        numbers[name] = value
+    return numbers
+
+
 class Run:
     """One run in OUTPUT_DIR: its lock, logs, plots, checkpoints, signals and counters. The trainer's train()
     decides when it evaluates and saves."""
@@ -1978,7 +2005,7 @@ class Run:
     def log_evaluation(self, metrics):
         """Logs what evaluate() returned. Keeps the policy with the highest value in best/, and counts the
         evaluations since one was better by EARLY_STOPPING_THRESHOLD."""
-        metrics = {key: x.item() if hasattr(x, "item") else x for key, x in (metrics or {}).items()}
+        metrics = as_numbers(metrics or {})
         metrics = self.evaluation = all_gather(metrics)[0]  # all processes decide by the same numbers
         self.evaluated_at = self.step
         if not metrics:
@@ -2008,7 +2035,8 @@ class Run:
 
     def write_metrics(self, phase, metrics):
         # JSON has no NaN
-        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        numbers = as_numbers(metrics).items()
+        finite = {key: value if math.isfinite(value) else None for key, value in numbers}
         self.write("metrics.jsonl", {"phase": phase, "step": self.step, **finite})
         if self.wandb:
             self.wandb.log({f"{phase}/{key}": value for key, value in finite.items()}, step=self.step)

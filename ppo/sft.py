@@ -275,7 +275,7 @@ class SFTTrainer:
                 losses = sft_loss(logprobs)
                 gradients.backward(self.actor, losses.sum() / num_tokens)
                 stats = {"loss": losses, "token_accuracy": is_likeliest}
-                gradients.log_means(stats, torch.ones_like(losses), num_tokens)
+                gradients.log_means(stats, torch.ones_like(logprobs), num_tokens)
             metrics = gradients.finish()
             row_ids = column(rows, "id")
             (grad_norm,) = clip_and_step([self.optimizers["policy"]], metrics["loss"], run, row_ids)
@@ -393,6 +393,9 @@ def load_pretrained(auto_class, path, constant, **options):
             why = "no such folder, and the hub has no such model"
         elif Path(path).is_dir() and not (Path(path) / "config.json").exists():
             why = "that folder holds no model, no config.json"
+            found = sorted([*Path(path).glob("*/config.json"), *Path(path).glob("*/*/config.json")])
+            if found:
+                why += f"; {found[0].parent} does"
         raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
 
 
@@ -710,8 +713,12 @@ class GradientSum:
             torch.use_deterministic_algorithms(True, warn_only=True)
 
     def log_means(self, values, mask, num_tokens):
-        """Logs means over all tokens of the step. values: {name: (rows, R)}, of which mask selects tokens."""
+        """Logs means over all tokens of the step. values: {name: (rows, R)}, of which mask selects tokens.
+        Refuses a loss of which the mean was taken before: the step would divide by the tokens twice."""
         for name, x in values.items():
+            if x.shape != mask.shape:
+                fault = f"{name} has the shape {tuple(x.shape)}, not {tuple(mask.shape)}"
+                raise ValueError(f"{fault}: return one number per token or pair, not their mean")
             self.log_sum(name, (x.detach() * mask).sum() / num_tokens)
 
     def log_sum(self, name, value):
@@ -824,9 +831,12 @@ def warn_of_unknown_tokens(trainer, rows, constant):
         tokens += len(row["ids"])
         if unknown in row["ids"]:
             unknown_tokens += row["ids"].count(unknown)
-            affected.append(row["id"])
+            affected.append(row)
     if affected:
-        where = f"{len(affected)} of {len(rows)} rows (the first: {affected[0]})"
+        text = tokenizer.decode(affected[0]["ids"])
+        place = text.find(tokenizer.unk_token)
+        text = text[max(0, place - 40) : place + 40]
+        where = f"{len(affected)} of {len(rows)} rows (the first: {affected[0]['id']}: {text!r})"
         fault = f"{unknown_tokens / tokens:.1%} of the tokens, in {where}, are {tokenizer.unk_token}"
         hint = "its tokenizer does not know these words: take a model that does, or other words"
         trainer.run.log(f"WARNING: {constant}: {fault}. ACTOR_MODEL = {ACTOR_MODEL!r}: {hint}")
@@ -1077,6 +1087,14 @@ def parameter_counts(model):
     return text
 
 
+def device_and_dtype(device):
+    """Returns both as text, with a warning where a processor has no instructions for bfloat16."""
+    fast_bfloat16 = any("bf16" in name and has for name, has in torch.cpu.get_capabilities().items())
+    if DTYPE == "bfloat16" and device.type == "cpu" and not fast_bfloat16:
+        return "cpu, bfloat16 (much slower than float32 on this processor: set DTYPE=float32)"
+    return f"{device}, {DTYPE}"
+
+
 # differs: rows instead of responses
 def run_summary(trainer):
     """Returns the first lines of a run on the terminal."""
@@ -1087,7 +1105,7 @@ def run_summary(trainer):
         end = "MAX_STEPS"
     rows_per_step = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS
     lines = [
-        f"{name}: {parameter_counts(actor)} on {actor.device}, {DTYPE}; writing to {OUTPUT_DIR}",
+        f"{name}: {parameter_counts(actor)} on {device_and_dtype(actor.device)}; writing to {OUTPUT_DIR}",
         f"{len(trainer.train_rows)} rows to train on, {len(trainer.eval_rows)} held out",
         f"Steps {run.step} to {run.total_steps}, where {end} ends the run; each has {rows_per_step} rows",
         memory_summary(trainer),
@@ -1131,7 +1149,7 @@ def unsuited_constants():
         return []
     hints = []
     for name, (tuned, hint) in _TUNED_FOR_TINY.items():
-        if globals()[name] == tuned and not (is_shipped(ACTOR_MODEL) and "RATE" in name):
+        if globals()[name] == tuned and not (is_shipped(ACTOR_MODEL) and name.endswith(("RATE", "TOKENS"))):
             hints.append(f"{name} = {tuned!r} ({hint})")
     if not hints:
         return []
@@ -1743,6 +1761,18 @@ def draw_plot(records, path, title, panels, names):
 # ---------------------------------------------------------------- the run
 
 
+def as_numbers(metrics):
+    """Returns {name: number} of metrics that may be tensors or NumPy numbers."""
+    numbers = {}
+    for name, value in metrics.items():
+        if hasattr(value, "tolist"):
+            value = value.tolist()
+        if not isinstance(value, (int, float)):
+            raise TypeError(f"the metric {name!r} must be one number, not {value!r}")
+        numbers[name] = value
+    return numbers
+
+
 class Run:
     """One run in OUTPUT_DIR: its lock, logs, plots, checkpoints, signals and counters. The trainer's train()
     decides when it evaluates and saves."""
@@ -1916,7 +1946,7 @@ class Run:
     def log_evaluation(self, metrics):
         """Logs what evaluate() returned. Keeps the policy with the highest value in best/, and counts the
         evaluations since one was better by EARLY_STOPPING_THRESHOLD."""
-        metrics = {key: x.item() if hasattr(x, "item") else x for key, x in (metrics or {}).items()}
+        metrics = as_numbers(metrics or {})
         metrics = self.evaluation = all_gather(metrics)[0]  # all processes decide by the same numbers
         self.evaluated_at = self.step
         if not metrics:
@@ -1946,7 +1976,8 @@ class Run:
 
     def write_metrics(self, phase, metrics):
         # JSON has no NaN
-        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        numbers = as_numbers(metrics).items()
+        finite = {key: value if math.isfinite(value) else None for key, value in numbers}
         self.write("metrics.jsonl", {"phase": phase, "step": self.step, **finite})
         if self.wandb:
             self.wandb.log({f"{phase}/{key}": value for key, value in finite.items()}, step=self.step)

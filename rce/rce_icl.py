@@ -921,6 +921,9 @@ def load_pretrained(auto_class, path, constant, **options):
             why = "no such folder, and the hub has no such model"
         elif Path(path).is_dir() and not (Path(path) / "config.json").exists():
             why = "that folder holds no model, no config.json"
+            found = sorted([*Path(path).glob("*/config.json"), *Path(path).glob("*/*/config.json")])
+            if found:
+                why += f"; {found[0].parent} does"
         raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
 
 
@@ -1345,6 +1348,18 @@ def draw_plot(records, path, title, panels, names):
 # ---------------------------------------------------------------- the run
 
 
+def as_numbers(metrics):
+    """Returns {name: number} of metrics that may be tensors or NumPy numbers."""
+    numbers = {}
+    for name, value in metrics.items():
+        if hasattr(value, "tolist"):
+            value = value.tolist()
+        if not isinstance(value, (int, float)):
+            raise TypeError(f"the metric {name!r} must be one number, not {value!r}")
+        numbers[name] = value
+    return numbers
+
+
 class Run:
     """One run in OUTPUT_DIR: its lock, logs, plots, checkpoints, signals and counters. The trainer's train()
     decides when it evaluates and saves."""
@@ -1518,7 +1533,7 @@ class Run:
     def log_evaluation(self, metrics):
         """Logs what evaluate() returned. Keeps the policy with the highest value in best/, and counts the
         evaluations since one was better by EARLY_STOPPING_THRESHOLD."""
-        metrics = {key: x.item() if hasattr(x, "item") else x for key, x in (metrics or {}).items()}
+        metrics = as_numbers(metrics or {})
         metrics = self.evaluation = all_gather(metrics)[0]  # all processes decide by the same numbers
         self.evaluated_at = self.step
         if not metrics:
@@ -1548,7 +1563,8 @@ class Run:
 
     def write_metrics(self, phase, metrics):
         # JSON has no NaN
-        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        numbers = as_numbers(metrics).items()
+        finite = {key: value if math.isfinite(value) else None for key, value in numbers}
         self.write("metrics.jsonl", {"phase": phase, "step": self.step, **finite})
         if self.wandb:
             self.wandb.log({f"{phase}/{key}": value for key, value in finite.items()}, step=self.step)
@@ -3287,6 +3303,14 @@ def parse_list(record):
 # ---------------------------------------------------------------- STAGE=evaluate
 
 
+def policy_and_step(policy):
+    """Returns a policy's folder as text and, if it is the best/ of a run, the step that it is of."""
+    for folder in (Path(policy), Path(policy).parent):
+        if (folder / "metrics.json").exists():
+            return f"{policy} (step {json.loads((folder / 'metrics.json').read_text())['step']})"
+    return str(policy)
+
+
 # differs: the figures of this trainer
 def evaluate_policy(trainer_class):
     """Scores EVALUATE_POLICY without training, on the queries of EVAL_DATASET or else the test's: the
@@ -3319,7 +3343,8 @@ def evaluate_policy(trainer_class):
     lines = "".join(json.dumps(record) + "\n" for record in records)
     write_atomically(folder / f"{name}.jsonl", lambda tmp: tmp.write_text(lines))
     write_atomically(folder / f"{name}.json", lambda tmp: tmp.write_text(json.dumps(facts, indent=1)))
-    trainer.run.log(f"{len(records)} queries; written to {folder / name}.json and .jsonl")
+    counts = f"{len(records)} queries"
+    trainer.run.log(f"{policy_and_step(policy)}: {counts}; written to {folder / name}.json and .jsonl")
     return figures
 
 

@@ -61,9 +61,15 @@ MUTANTS = [
     ),
     (
         PPO,
-        "            self.state.value_moments = no_moments  # a run",
+        "            self.state.value_moments = None  # a run",
         "            pass  # a run",
         TEST + "a_run_that_resumes_without_the_fit_has_none",
+    ),
+    (
+        PPO,
+        "    if features.shape[2] != len(xx):",
+        "    if False:",
+        TEST + "a_checkpoints_fit_of_other_features_is_refused_with_what_to_do",
     ),
     # the message
     (

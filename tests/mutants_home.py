@@ -105,7 +105,7 @@ MUTANTS = [
     ),
     (
         PPO,
-        ' and not (is_shipped(ACTOR_MODEL) and "RATE" in name):',
+        ' and not (is_shipped(ACTOR_MODEL) and name.endswith(("RATE", "TOKENS"))):',
         ":",
         HOME + "other_data_alone_leave_the_learning_rate_out_of_the_note[ppo]",
     ),

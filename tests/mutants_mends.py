@@ -2,6 +2,7 @@
 
 PPO = "ppo/ppo.py"
 GRPO = "grpo/grpo.py"
+RCE = "rce/rce.py"
 RUN = "tests/test_run.py::test_"
 PROCESSES = "tests/test_processes.py::test_"
 DIFFERENT = PROCESSES + "processes_that_would_make_different_runs_end_with_a_sentence"
@@ -150,5 +151,60 @@ MUTANTS = [
         'check_scores(f"reward_parts[{part!r}]", values, len(scores))',
         "torch.as_tensor(values)",
         "tests/test_run.py::test_parts_are_a_number_per_response",
+    ),
+    # what a stranger's first edit meets
+    (
+        PPO,
+        "            if x.shape != mask.shape:",
+        "            if False:",
+        "tests/test_contracts.py::test_a_loss_that_is_a_mean_already_is_an_error_before_the_optimizer_steps",
+    ),
+    (
+        GRPO,
+        'log_means({"policy_loss": policy_losses}, weights, 1)',
+        'log_sum("policy_loss", (weights * policy_losses).sum().detach())',
+        "tests/test_contracts.py::test_a_loss_that_is_a_mean_already_is_an_error_before_the_optimizer_steps",
+    ),
+    (
+        "ppo/sft.py",
+        "gradients.log_means(stats, torch.ones_like(logprobs), num_tokens)",
+        "gradients.log_means(stats, torch.ones_like(losses), num_tokens)",
+        "tests/test_preferences.py::test_a_loss_that_is_a_mean_already_is_an_error[sft]",
+    ),
+    (
+        "ppo/reward_model.py",
+        "gradients.log_means(stats, torch.ones_like(chosen), len(rows))",
+        "gradients.log_means(stats, torch.ones_like(losses), len(rows))",
+        "tests/test_preferences.py::test_a_loss_that_is_a_mean_already_is_an_error[reward_model]",
+    ),
+    (
+        PPO,
+        "        if not isinstance(value, (int, float)):",
+        "        if False:",
+        "tests/test_contracts.py::test_a_metric_is_one_number",
+    ),
+    (
+        PPO,
+        "        numbers = as_numbers(metrics).items()",
+        "        numbers = metrics.items()",
+        "tests/test_contracts.py::test_metrics_of_a_step_may_be_tensors",
+    ),
+    (
+        RCE,
+        '        if (folder / "metrics.json").exists():',
+        "        if False:",
+        "tests/test_home.py::test_evaluating_best_changes_no_file_of_the_run[rce]",
+    ),
+    (
+        GRPO,
+        'sorted([*Path(path).glob("*/config.json"), *Path(path).glob("*/*/config.json")])',
+        '[*Path(path).glob("*/config.json")]',
+        "tests/test_home.py::test_a_folder_without_a_model_is_named_by_its_constant[grpo]",
+    ),
+    (
+        PPO,
+        '{text!r})"',
+        '?)"',
+        "tests/test_home.py::test_words_that_the_tokenizer_does_not_know_are_counted[ppo]",
     ),
 ]

@@ -1,8 +1,9 @@
 """A forgotten call, a loop that is left early, a method called by hand: it works, or says what is wrong."""
 
+import numpy as np
 import pytest
 import torch
-from conftest import ROOT, load_script, read
+from conftest import ROOT, TRAINERS, load_script, read, small
 
 
 def test_a_run_whose_steps_are_never_recorded_still_ends(each, tmp_path):
@@ -60,6 +61,50 @@ def test_a_number_whose_maximum_is_logged_has_a_name_that_says_so(ppo):
     script = ppo()
     with pytest.raises(AssertionError, match="ratio: its name must begin with max_"):
         script.GradientSum([]).log_max("ratio", 1.0)
+
+
+def average_the_loss(module, name):
+    """A common edit that is wrong: the function of the loss returns its mean."""
+    own = getattr(module, name)
+
+    def averaged(*args, **kwargs):
+        found = own(*args, **kwargs)
+        return (found[0].mean(), *found[1:]) if isinstance(found, tuple) else found.mean()
+
+    setattr(module, name, averaged)
+
+
+@pytest.mark.parametrize("path", ["ppo/ppo.py", "grpo/grpo.py"])
+def test_a_loss_that_is_a_mean_already_is_an_error_before_the_optimizer_steps(path, tmp_path):
+    module = load_script(path, **small(path, OUTPUT_DIR=str(tmp_path / "run")))
+    average_the_loss(module, "policy_loss")
+    trainer = getattr(module, TRAINERS[path])()
+    with pytest.raises(
+        ValueError, match=r"policy_loss has the shape \(\), not \(\d+, \d+\): return one number"
+    ):
+        trainer.train()
+
+
+def test_a_metric_is_one_number(ppo):
+    script = ppo()
+    found = script.as_numbers({"a": torch.tensor(2.5), "b": np.float32(1), "c": 3, "d": torch.tensor(4)})
+    assert found == {"a": 2.5, "b": 1.0, "c": 3, "d": 4}
+    assert [type(value) for value in found.values()] == [float, float, int, int]
+    for wrong, shown in ((torch.ones(2), r"\[1.0, 1.0\]"), ("much", "'much'"), (None, "None")):
+        with pytest.raises(TypeError, match=f"the metric 'mine' must be one number, not {shown}"):
+            script.as_numbers({"mine": wrong})
+
+
+def test_metrics_of_a_step_may_be_tensors(ppo, tmp_path):
+    script = ppo(MAX_STEPS=1)
+
+    class Mine(script.PPOTrainer):
+        def update(self, batch):
+            return {**super().update(batch), "longest": batch.response_mask.sum(1).max()}
+
+    Mine().train()
+    (record,) = [r for r in read(tmp_path / "run/logs/metrics.jsonl") if r["phase"] == "train"]
+    assert record["longest"] > 1
 
 
 def test_metrics_of_several_optimizer_steps_are_means_or_maxima(ppo):

@@ -43,7 +43,7 @@ def test_a_responses_own_score_is_no_feature_of_it():
 
 def test_the_fit_is_ridge_regression_with_forgetting():
     generator = torch.Generator().manual_seed(3)
-    moments = torch.zeros(3, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    moments = None
     assert module.fitted_values(moments, torch.ones(2, 5, 3)).tolist() == [[0.0] * 5] * 2
     rows, wanted = [], []
     for step in range(3):
@@ -87,8 +87,7 @@ def test_a_value_is_the_critics_model_plus_the_fit_of_the_steps_before(ppo):
     assert first.fitted_values.abs().max() == 0  # nothing was seen yet
     sizes = 2, 16
     features = module.value_features(first.logprobs, first.response_mask, first.scores, *sizes)
-    zeros = torch.zeros(5, 5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
-    moments = module.fit_values(zeros, features, first.returns - first.values, first.response_mask, 0.5)
+    moments = module.fit_values(None, features, first.returns - first.values, first.response_mask, 0.5)
     for found, expected in zip(trainer.state.value_moments, moments):
         torch.testing.assert_close(found, expected)
 
@@ -113,7 +112,7 @@ def test_a_value_is_the_critics_model_plus_the_fit_of_the_steps_before(ppo):
 def test_without_a_decay_the_value_is_that_of_the_critics_model_alone(ppo):
     trainer = ppo(VALUE_FIT_DECAY=None).PPOTrainer()
     step_of(trainer)
-    assert all(x.abs().max() == 0 for x in trainer.state.value_moments)
+    assert trainer.state.value_moments is None
     batch = trainer.rollout(trainer.next_prompts())
     trainer.score(batch)
     expected = module.map_micro_batches(module.response_values, trainer.critic, batch)
@@ -214,4 +213,22 @@ def test_a_run_that_resumes_without_the_fit_has_none(ppo, tmp_path):
     resumed.run.lock.release(force=True)
     resumed = ppo(**settings, VALUE_FIT_DECAY=None).PPOTrainer(resume_from_checkpoint=folder)
     assert resumed.run.step == 1
-    assert resumed.state.value_moments[1].abs().max() == 0
+    assert resumed.state.value_moments is None
+
+
+def test_a_checkpoints_fit_of_other_features_is_refused_with_what_to_do():
+    moments = module.fit_values(None, torch.ones(2, 3, 4), torch.ones(2, 3), torch.ones(2, 3), 0.5)
+    with pytest.raises(module.UserError) as refused:
+        module.fitted_values(moments, torch.ones(2, 3, 5))
+    expected = "value_features() gives 5 numbers, the checkpoint's fit has 4: resume once with"
+    assert str(refused.value).startswith(expected)
+
+
+def test_a_sixth_feature_is_one_edit(ppo):
+    edited = ppo(REWARD_MODEL=None, REWARD_FUNCTIONS=LENGTH)
+    five = edited.value_features
+    edited.value_features = lambda *args: torch.cat([five(*args), five(*args)[:, :, 1:2] ** 2], 2)
+    trainer = edited.PPOTrainer()
+    step_of(trainer)
+    assert step_of(trainer).fitted_values.abs().max() > 1
+    assert trainer.state.value_moments[0].shape == (6, 6)

@@ -94,9 +94,11 @@ def test_words_that_the_tokenizer_does_not_know_are_counted(each, tmp_path, caps
     unknown = trainer.tokenizer.unk_token_id
     assert unknown not in ids[0] and unknown in ids[1]
     part = ids[1].count(unknown) / (len(ids[0]) + len(ids[1]))
-    said = f"WARNING: TRAIN_DATASETS: {part:.1%} of the tokens, in 1 of 2 rows (the first: mine.jsonl:2), "
-    said += "are <unk>"
-    assert capsys.readouterr().out.count(said) == 1
+    said = f"WARNING: TRAIN_DATASETS: {part:.1%} of the tokens, in 1 of 2 rows (the first: mine.jsonl:2: '"
+    found = capsys.readouterr().out
+    assert found.count(said) == 1
+    shown, rest = found.split(said)[1].split("')", 1)
+    assert rest.startswith(", are <unk>") and "<unk><unk> 3 apples." in shown
     trainer.tokenizer.eos_token = "<unk>"  # as GPT-2's: no word becomes it
     module.warn_of_unknown_tokens(trainer, trainer.train_rows, "TRAIN_DATASETS")
     assert "WARNING" not in capsys.readouterr().out, "the shipped prompts have none"
@@ -343,7 +345,12 @@ def test_a_folder_without_a_model_is_named_by_its_constant(each, tmp_path):
     with pytest.raises(module.UserError, match="EVALUATE_POLICY = .*town': that folder holds no model"):
         module.evaluate_policy(trainer_class)
     module.ACTOR_MODEL = str(tmp_path / "town")
-    with pytest.raises(module.UserError, match="ACTOR_MODEL = .*town': that folder holds no model"):
+    with pytest.raises(module.UserError, match="ACTOR_MODEL = .*town': that folder holds no model.*json \\("):
+        trainer_class()
+    for name in ("step_2", "best"):
+        (tmp_path / "town" / name / "policy").mkdir(parents=True)
+        (tmp_path / "town" / name / "policy/config.json").write_text("{}")
+    with pytest.raises(module.UserError, match="holds no model, no config.json; .*town/best/policy does"):
         trainer_class()
 
 
@@ -379,6 +386,8 @@ def test_evaluating_best_changes_no_file_of_the_run(started, path, tmp_path):
     assert {p.name for p in after.keys() - before.keys()} == {"eval_best_test.json", "eval_best_test.jsonl"}
     assert all(after[p] == text for p, text in before.items())
     assert "95% interval" in run.stdout and "eval_best_test.json" in run.stdout
+    step = json.loads((tmp_path / "best/metrics.json").read_text())["step"]
+    assert f"{tmp_path}/best/policy (step {step}): 4 prompts, 2 samples each" in run.stdout
     assert "Found checkpoint" not in run.stdout, "the policy is EVALUATE_POLICY's, not a checkpoint's"
 
 

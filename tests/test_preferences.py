@@ -87,6 +87,17 @@ def test_the_loss_of_a_pair_is_that_of_bradley_and_terry_with_margin_tie_and_cen
     assert got.tolist() == pytest.approx(want, rel=1e-12, abs=1e-12)
 
 
+def test_a_loss_that_is_a_mean_already_is_an_error(path, tmp_path):
+    script = load_script(path, **short(path, OUTPUT_DIR=str(tmp_path / "run")))
+    name = {SFT: "sft_loss", RM: "preference_loss"}.get(path, "dpo_loss")
+    own = getattr(script, name)
+    setattr(script, name, lambda *args: own(*args).mean())
+    with pytest.raises(
+        ValueError, match=r"loss has the shape \(\), not \(\d+,\): return one number per token"
+    ):
+        getattr(script, CLASSES[path])().train()
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_the_dpo_loss_of_a_pair_with_label_smoothing(smoothing):
     chosen, rejected = rng.normal(size=(2, 6)) * 5

@@ -1429,7 +1429,9 @@ def test_an_evaluation_has_the_figures_of_the_test_and_changes_no_file_of_the_ru
         assert len(record["paragraphs"]) == record["top_k"]
     said = capsys.readouterr().out.splitlines()
     assert sum("95% interval" in line for line in said) == len(figures)
-    assert said[-1] == f"8 questions; written to {folder / name}.json and .jsonl"
+    step = json.loads((folder / "best/metrics.json").read_text())["step"]
+    shown = f"{folder}/best/policy (step {step}): 8 questions"
+    assert said[-1] == f"{shown}; written to {folder / name}.json and .jsonl"
 
 
 def test_a_checkpoint_or_a_folder_of_another_run_is_evaluated_too(trained_copy, monkeypatch):
