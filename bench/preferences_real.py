@@ -1,10 +1,10 @@
 """The path from preferences to a policy on pretrained models (those of bench/real.py get) and real text:
 
-    python bench/preferences_real.py sums      # SmolLM2-135M-Instruct: SFT, reward model and PPO, on sums
+    python bench/preferences_real.py sums      # SmolLM2-135M-Instruct: SFT, reward model, PPO, DPO, on sums
     python bench/preferences_real.py gsm8k     # MiniLM as a reward model on pairs of solutions of GSM8K
 
 sums: SFT on solved sums; a reward model from pairs of a right and a wrong sum; PPO on that model alone, with
-a KL penalty. Each stage's held-out figures are printed.
+a KL penalty; DPO on the same pairs. Each stage's held-out figures are printed.
 
 gsm8k: ../shared/data/gsm8k has four models' solutions to each of 1,319 problems, and whether each is correct.
 A pair is a right and a wrong solution to one problem, one pair per problem; 500 problems are trained on, 231
@@ -65,16 +65,17 @@ def run(folder, *words):
 def sums(seed):
     rng = random.Random(seed)
     cases = [(form, x, y) for form in QUESTIONS for x in range(10, 100) for y in range(2, 50)]
+    rng.shuffle(cases)
     rows = []
-    for form, x, y in rng.sample(cases, 1104):
+    for form, x, y in cases[:1744]:
         right, wrong = (f"{x} + {y} = {x + y + slip}." for slip in (0, rng.choice(SLIPS)))
         prompt = form.format(x=x, y=y)
         rows.append({"prompt": prompt, "chosen": right, "rejected": wrong, "answer": str(x + y)})
     # demonstrations, pairs, prompts of PPO and held-out rows share no sum
-    parts = {"demos": rows[:320], "pairs": rows[320:640], "prompts": rows[640:1040], "held_out": rows[1040:]}
+    parts = {"demos": rows[:320], "held_out": rows[320:384], "prompts": rows[384:784], "pairs": rows[784:]}
     paths = {name: write(f"sums_{name}.jsonl", part) for name, part in parts.items()}
     pair = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
-    common = [f"SEED={seed}", f"DTYPE={DTYPE}", "EVAL_EVERY_N_STEPS=10", "LEARNING_RATE=1e-5"]
+    common = [f"SEED={seed}", f"DTYPE={DTYPE}", "EVAL_EVERY_N_STEPS=20"]
     answered = ["ACCURACY_FUNCTION=last_number", "MAX_NEW_TOKENS=20", "MAX_EVAL_PROMPTS=64"]
     run(
         "sums_sft",
@@ -87,6 +88,7 @@ def sums(seed):
         "BATCH_SIZE=16",
         "GRADIENT_ACCUMULATION_STEPS=1",
         "NUM_EPOCHS=1",
+        "LEARNING_RATE=1e-5",
     )
     policy = OUT / "sums_sft/best/policy"
     run(
@@ -99,6 +101,7 @@ def sums(seed):
         "BATCH_SIZE=16",
         "GRADIENT_ACCUMULATION_STEPS=1",
         "NUM_EPOCHS=1",
+        "LEARNING_RATE=5e-5",
     )
     run(
         "sums_ppo",
@@ -116,9 +119,49 @@ def sums(seed):
         "GROUP_SIZE=4",
         "GRADIENT_ACCUMULATION_STEPS=1",
         "GROUP_EPOCHS=1",
+        "LEARNING_RATE=1e-5",
         "CRITIC_LEARNING_RATE=2e-5",
         "LAM=1.0",
         "MAX_STEPS=10",
+    )
+    print_logprob_rule(policy, parts["held_out"])
+    run(
+        "sums_dpo",
+        "rce/dpo.py",
+        *common,
+        "ACCURACY_FUNCTION=last_number",
+        "MAX_NEW_TOKENS=20",
+        "MAX_EVAL_PAIRS=64",
+        f"ACTOR_MODEL={policy}",
+        f"TRAIN_DATASETS={data_set(paths['pairs'], **pair)}",
+        f"EVAL_DATASETS={data_set(paths['held_out'], **pair, output='answer')}",
+        "BATCH_SIZE=16",
+        "GRADIENT_ACCUMULATION_STEPS=1",
+        "MAX_STEPS=20",
+        "LEARNING_RATE=5e-6",
+    )
+
+
+def print_logprob_rule(policy, pairs):
+    """Prints how often the policy itself gives the right answer the higher probability: a rule that needs no
+    reward model."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(policy), AutoModelForCausalLM.from_pretrained(policy)
+    right = 0
+    for pair in pairs:
+        logprobs = []
+        for answer in (pair["chosen"], pair["rejected"]):
+            prompt = [{"role": "user", "content": pair["prompt"]}]
+            start = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+            ids = tokenizer(start + answer, add_special_tokens=False, return_tensors="pt")["input_ids"]
+            first = len(tokenizer(start, add_special_tokens=False)["input_ids"])
+            with torch.no_grad():
+                found = model(ids).logits[0, first - 1 : -1].log_softmax(1)
+            logprobs.append(found.gather(1, ids[0, first:, None]).sum().item())
+        right += logprobs[0] > logprobs[1]
+    print(
+        f"the policy's own probability: {right / len(pairs):.3f} of {len(pairs)} held-out pairs", flush=True
     )
 
 
