@@ -1841,6 +1841,8 @@ def plot_metric(axis, records, phase, key, color, label):
         rolling = [y[max(0, i - window) : i].mean() for i in range(1, len(y) + 1)]
         axis.plot(x, y, color=color, alpha=0.25)
         axis.plot(x, rolling, color=color, label=label)
+        if len(x) == 1:  # a line of one point is not seen
+            axis.plot(x, y, ".", color=color)
     else:
         axis.plot(x, y, "o-", color=color, markersize=4, linewidth=0.8, label=label)
         axis.axhline(y[0], color=color, linestyle="--", linewidth=0.8)

@@ -207,4 +207,10 @@ MUTANTS = [
         '?)"',
         "tests/test_home.py::test_words_that_the_tokenizer_does_not_know_are_counted[ppo]",
     ),
+    (
+        PPO,
+        "        if len(x) == 1:  # a line",
+        "        if False:  # a line",
+        "tests/test_contracts.py::test_the_picture_of_one_step_shows_it",
+    ),
 ]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TRAINERS, load_script, read, small
+from matplotlib.figure import Figure
 
 
 def test_a_run_whose_steps_are_never_recorded_still_ends(each, tmp_path):
@@ -105,6 +106,16 @@ def test_metrics_of_a_step_may_be_tensors(ppo, tmp_path):
     Mine().train()
     (record,) = [r for r in read(tmp_path / "run/logs/metrics.jsonl") if r["phase"] == "train"]
     assert record["longest"] > 1
+
+
+def test_the_picture_of_one_step_shows_it(ppo, drawing):
+    script = ppo()
+    axis = Figure().add_subplot()
+    script.plot_metric(
+        axis, [{"phase": "train", "step": 1, "reward": 2.0}], "train", "reward", "C0", "reward"
+    )
+    markers = {line.get_marker(): line.get_xydata().tolist() for line in axis.lines}
+    assert markers["."] == [[1.0, 2.0]]
 
 
 def test_metrics_of_several_optimizer_steps_are_means_or_maxima(ppo):
