@@ -89,7 +89,7 @@ MUTANTS = [
         GRPO,
         'if is_shipped(ACTOR_MODEL) and all(is_shipped(spec["path"]) for spec in TRAIN_DATASETS):',
         "if is_shipped(ACTOR_MODEL):",
-        HOME + "other_data_alone_leave_the_learning_rate_out_of_the_note[grpo]",
+        HOME + "other_data_alone_leave_what_the_model_decides_out_of_the_note[grpo]",
     ),
     (
         RCE,
@@ -107,7 +107,7 @@ MUTANTS = [
         PPO,
         ' and not (is_shipped(ACTOR_MODEL) and name.endswith(("RATE", "TOKENS"))):',
         ":",
-        HOME + "other_data_alone_leave_the_learning_rate_out_of_the_note[ppo]",
+        HOME + "other_data_alone_leave_what_the_model_decides_out_of_the_note[ppo]",
     ),
     (
         PPO,

@@ -59,11 +59,10 @@ def test_another_model_is_told_which_constants_were_tuned_for_the_shipped_one(st
     assert note == ""
 
 
-def test_other_data_alone_leave_the_learning_rate_out_of_the_note(started, path, tmp_path):
-    shutil.copy(TINY / "train.jsonl", tmp_path / "mine.jsonl")
+def test_other_data_alone_leave_what_the_model_decides_out_of_the_note(path, tmp_path):
     data = [{"path": str(tmp_path / "mine.jsonl"), "type": "jsonl", "input": "problem", "output": "solution"}]
-    note = notes(started, path, f"OUTPUT_DIR={tmp_path / 'run'}", f"TRAIN_DATASETS={data}")
-    assert "MAX_PROMPT_TOKENS = 256" in note and "LEARNING_RATE" not in note
+    (note,) = load_script(path, TRAIN_DATASETS=data).unsuited_constants()
+    assert "OUTPUT_DIR = " in note and "LEARNING_RATE" not in note and "TOKENS" not in note
 
 
 def test_own_data_with_the_shipped_evaluation_are_told_so(each, tmp_path):
