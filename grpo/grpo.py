@@ -158,7 +158,7 @@ REWARD_TIMEOUT: float | None = 600.0  # seconds to score one batch of responses;
 # Rollout
 BATCH_SIZE = 32  # prompts sampled and scored at a time
 MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: chosen from the memory
-GRADIENT_ACCUMULATION_STEPS = 1  # prompts per training step: BATCH_SIZE * this, whatever MICRO_BATCH_ROWS is
+GRADIENT_ACCUMULATION_STEPS = 1  # a step has BATCH_SIZE * this prompts; MICRO_BATCH_ROWS bounds memory
 GROUP_SIZE = 8  # responses per prompt, each other's baseline; 1: distillation, where only the KL trains
 EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
 MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
@@ -1392,7 +1392,7 @@ def logits_of_shared_prompts(model, batch, rows):
 def make_optimizer(model, learning_rate):
     """Returns AdamW over the model's trained parameters. Another optimizer, or several parameter groups, go
     here: all groups are scheduled, clipped and stepped. A group may have a rate of its own, such as lr=0.02
-    for Muon."""
+    for Muon. Return one object: of self.optimizers those with the name of a trained model are stepped."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
     for group in optimizer.param_groups:  # a rate of its own keeps its ratio to learning_rate

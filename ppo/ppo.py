@@ -4,11 +4,13 @@ A response is an episode, a token is an action (Ziegler et al. 2019, arXiv 1909.
 1707.06347):
 
     r_t   = -KL_COEF (log pi(y_t) - log pi_ref(y_t)) + [t is the last token] score(y)
-    A_t   = sum_k (GAMMA LAM)^k (r_{t+k} + GAMMA V_{t+k+1} - V_{t+k}), V after the end is 0; then whitened
-    R_t   = V_t + A_t, A_t not whitened and with CRITIC_LAM for LAM: what the critic is trained on. At
-            CRITIC_LAM = 1 (VC-PPO, 2503.01491) it is sum_k GAMMA^k r_{t+k}
-    V_t   = the critic's model + w x_t, with x_t = value_features() and w solved in fitted_values(). In A_t
-            and R_t it is the rollout's, V_old; in L the model is the present one, and w x_t stays
+    G_t(l) = sum_k (GAMMA l)^k (r_{t+k} + GAMMA V_{t+k+1} - V_{t+k}); V after the end is 0
+    A_t   = G_t(LAM), then whitened
+    R_t   = V_t + G_t(CRITIC_LAM): the critic's target. At CRITIC_LAM = 1 (VC-PPO, 2503.01491) it is
+            sum_k GAMMA^k r_{t+k}
+    V_t   = C_t + w x_t: the critic's model, plus a linear fit of R_t - C_t to x_t = value_features() on the
+            steps before. A_t and R_t take the rollout's V_t, V_old; in L, C_t is the present model's, and
+            w x_t is a constant
     rho_t = pi(y_t) / pi_old(y_t)
     L     = -mean_t min(rho_t A_t, clip(rho_t, 1 - CLIP_RANGE, 1 + CLIP_RANGE_HIGH) A_t)
             + VALUE_LOSS_COEF mean_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old +- VALUE_CLIP_RANGE) - R_t)^2)
@@ -43,6 +45,7 @@ the values     value_features, fit_values; score          the targets    compute
 A metric of the responses is a reward function of weight 0. Another evaluation, in train():
     run.write_metrics("eval", {f"other/{k}": v for k, v in self.evaluate(rows=self.other_rows).items()})
 with self.other_rows = load_prompts(...) as in __init__ (run.log_evaluation() would move best/, too).
+run.total_steps = run.step ends the run after this step; a later start of the program goes on.
 To add a constant write one line below; one that may be None needs its type, as CRITIC_MODEL has.
 """
 
@@ -159,7 +162,7 @@ REWARD_TIMEOUT: float | None = 600.0  # seconds to score one batch of responses;
 # Rollout
 BATCH_SIZE = 16  # prompts sampled and scored at a time
 MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: chosen from the memory
-GRADIENT_ACCUMULATION_STEPS = 2  # prompts per training step: BATCH_SIZE * this, whatever MICRO_BATCH_ROWS is
+GRADIENT_ACCUMULATION_STEPS = 2  # a step has BATCH_SIZE * this prompts; MICRO_BATCH_ROWS bounds memory
 GROUP_SIZE = 4  # responses per prompt
 MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
 MAX_NEW_TOKENS = 64
@@ -182,7 +185,7 @@ CLIP_RANGE = 0.2  # > 0
 CLIP_RANGE_HIGH: float | None = None  # > 0; None: CLIP_RANGE; DAPO takes 0.28 (2503.14476)
 DUAL_CLIP: float | None = None  # > 1, such as 3: for A < 0 the loss is at most DUAL_CLIP * |A|
 VALUE_CLIP_RANGE = 0.2  # 0: values are not clipped
-VALUE_LOSS_COEF = 0.5  # decides how often the critic's gradient is clipped; AdamW ignores the loss's scale
+VALUE_LOSS_COEF = 0.5  # acts through MAX_GRAD_NORM alone: AdamW ignores the scale of the critic's loss
 ENTROPY_COEF = 0.0
 KL_COEF = 0.01  # per-token KL penalty, reward per nat; 0: no reference model is loaded
 KL_TARGET: float | None = None  # nats per token: adapts KL_COEF (1909.08593, section 2.2); None: constant
@@ -190,7 +193,7 @@ KL_HORIZON = 10000  # time constant of the adaptive KL_COEF, in responses; a ste
 GAMMA = 1.0  # 0 to 1
 LAM = 0.95  # 0 to 1; 1: Monte-Carlo returns minus values
 CRITIC_LAM = 1.0  # lambda of the critic's targets, 0 to 1; 1: the discounted sum of the rewards from t on
-VALUE_FIT_DECAY: float | None = 0.5  # per step, of the weight of old steps in the values' fit; None: no fit
+VALUE_FIT_DECAY: float | None = 0.5  # each step multiplies older steps' weight in w x_t by it; None: no fit
 CRITIC_WARMUP_STEPS = 0  # number of first steps that train the critic alone (2503.01491)
 WHITEN_ADVANTAGES = True
 
@@ -262,7 +265,8 @@ _MAY_CHANGE = "RESUME OUTPUT_DIR PLOT_PANELS STAGE EVALUATE_POLICY EVALUATE_SAMP
 def sampling_logprobs(logits, temperature):
     """Returns log-probabilities (..., vocabulary) of the distribution that is sampled *and* trained: rollout
     and update call this, so all ratios are 1 before the first update. Edit it for top-p, for example: return
-    -inf for tokens to exclude (callers clamp that to -1e30). The reference is scored by full_logprobs()."""
+    -inf for tokens to exclude (callers clamp that to -1e30), and normalise the others again. The reference is
+    scored by full_logprobs()."""
     return full_logprobs(logits, temperature)
 
 
@@ -277,7 +281,7 @@ def masked_variance(x, mask):
 def whiten(x, mask):
     """Returns x with mean 0 and variance 1 over the mask, and 0 outside it. Equal numbers become zeros."""
     whitened = (x - masked_mean(x, mask)) * torch.rsqrt(masked_variance(x, mask) + 1e-8) * mask
-    # The float32 mean of equal numbers is often another number, and rounding errors would be whitened
+    # If all are equal, x - mean is a rounding error, which the division would blow up to size 1
     are_equal = ((x == x[0, 0]) | (mask == 0)).all()
     return whitened.masked_fill(are_equal, 0.0)
 
@@ -327,10 +331,11 @@ def value_loss(values, old_values, returns, clip_range):
 
 
 def value_features(logprobs, mask, scores, group_size, max_new_tokens):
-    """Returns numbers that do not depend on the token, on later tokens or on the response's own score,
-    (rows, R, 5): 1; its position, as a share of max_new_tokens; whether an earlier token of the response had
-    a probability below 1/2, which is often the slip that makes it wrong; the mean score of the prompt's other
-    responses (0: there is no other); and the product of the last two."""
+    """Returns what the fit of the values reads at each token, (rows, R, 5): 1; the token's position, as a
+    share of max_new_tokens; whether an earlier token of the response had a probability below 1/2, which is
+    often the slip that makes it wrong; the mean score of the prompt's other responses (0: there is no other);
+    and the product of the last two. None depends on the token itself, on later tokens or on the response's
+    own score, so that the policy's gradient stays unbiased."""
     is_unlikely = (logprobs < math.log(0.5)) * mask
     unlikely_before = (is_unlikely.cumsum(1) - is_unlikely > 0).to(mask.dtype)
     position = mask.cumsum(1) / max_new_tokens
@@ -368,7 +373,8 @@ def fitted_values(moments, features):
 
 def ppo_stats(logprobs, old_logprobs, advantages, clip_range, clip_range_high):
     """Returns what is logged of each token, a dict of (rows, R): the k3 estimate of KL(old || new), whether
-    the ratio was clipped, |log ratio| and |ratio - 1|, of which the maximum is logged. The log ratio is
+    the ratio was clipped, |log ratio|, and |ratio - 1|. Of the last the maximum is logged, of the others the
+    mean. The log ratio is
     bounded below: a token that an edited sampling_logprobs() now excludes has log-probability -1e30."""
     log_ratio = (logprobs - old_logprobs).clamp(min=-20)
     ratio = log_ratio.exp()
@@ -500,7 +506,7 @@ class PPOTrainer:
                             response_lengths, truncated, logprobs (log pi_old),
                             columns (for reward functions: {"response_ids": lists without padding})
         score               scores (rows,), token_scores (rows, R) or None, reward_parts, ref_logprobs,
-                            values: the critic's model plus fitted_values, those of value_features
+                            value_features (rows, R, 5), fitted_values (w x_t), values (V_old)
         compute_advantages  raw_advantages, advantages (whitened), returns (the critic's targets)"""
         with self.run.timed("rollout"):
             # Drawn here, for the whole step: how it is cut into batches does not change the samples
@@ -577,7 +583,7 @@ class PPOTrainer:
             batch.advantages = whiten(batch.raw_advantages, mask)
 
     def update_value_fit(self, batch):
-        """Fits value_features() to the returns minus the model's values of the rollout, for the next step."""
+        """Fits w, for the next step, to what the critic's model left of the returns in this rollout."""
         if VALUE_FIT_DECAY is not None and batch.returns.isfinite().all():
             targets = batch.returns - (batch.values - batch.fitted_values)
             self.state.value_moments = fit_values(
@@ -649,7 +655,7 @@ class PPOTrainer:
             actor_losses = policy_losses
             if ENTROPY_COEF:
                 actor_losses = policy_losses - ENTROPY_COEF * entropy
-            # A loss is a sum over tokens, divided by the tokens of the whole step: a mean would weight
+            # A loss is a sum over tokens, divided by the tokens of the optimizer step: a mean would weight
             # micro-batches. Outside the mask numbers must be finite: 0 * NaN is NaN
             if trains_actor:
                 gradients.backward(self.actor, (actor_losses * mask).sum() / num_tokens)
@@ -1485,7 +1491,7 @@ def logits_of_shared_prompts(model, batch, rows):
 def make_optimizer(model, learning_rate):
     """Returns AdamW over the model's trained parameters. Another optimizer, or several parameter groups, go
     here: all groups are scheduled, clipped and stepped. A group may have a rate of its own, such as lr=0.02
-    for Muon."""
+    for Muon. Return one object: of self.optimizers those with the name of a trained model are stepped."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
     for group in optimizer.param_groups:  # a rate of its own keeps its ratio to learning_rate

@@ -763,7 +763,7 @@ def sampled_accuracy(trainer, rows):
 def make_optimizer(model, learning_rate):
     """Returns AdamW over the model's trained parameters. Another optimizer, or several parameter groups, go
     here: all groups are scheduled, clipped and stepped. A group may have a rate of its own, such as lr=0.02
-    for Muon."""
+    for Muon. Return one object: of self.optimizers those with the name of a trained model are stepped."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
     for group in optimizer.param_groups:  # a rate of its own keeps its ratio to learning_rate

@@ -190,12 +190,14 @@ def test_the_command_for_your_data_on_this_machine_runs(started, tmp_path, monke
     ]
     ((path, *words),) = found
     monkeypatch.chdir(tmp_path)
-    for name in ("train", "test"):
-        lines = (TINY / f"{name}.jsonl").read_text().splitlines(True)
-        Path(f"my_{name}.jsonl").write_text("".join(lines[:20]))
+    Path("data").symlink_to(ROOT / "data")
+    programs = re.findall(r'^python -c "(.*)"$', (ROOT / "docs/your-data.md").read_text(), re.M)
+    assert len(programs) == 2
+    for program in programs:  # they write questions.csv and held_out.csv
+        exec(program)
     fewer = ["MAX_STEPS=1", "BATCH_SIZE=2", "GROUP_SIZE=2", "MAX_NEW_TOKENS=8", "MAX_EVAL_PROMPTS=2"]
     done = started(path, *words, *fewer, shrink=False)
-    assert done.returncode == 0 and "20 prompts to train on, 2 held out" in done.stdout
+    assert done.returncode == 0 and "300 prompts to train on, 2 held out" in done.stdout
 
 
 def test_the_command_of_your_reward_for_rce_trains_on_the_reward_that_it_names(started, tmp_path):
