@@ -193,7 +193,7 @@ KL_HORIZON = 10000  # time constant of the adaptive KL_COEF, in responses; a ste
 GAMMA = 1.0  # 0 to 1
 LAM = 0.95  # 0 to 1; 1: Monte-Carlo returns minus values
 CRITIC_LAM = 1.0  # lambda of the critic's targets, 0 to 1; 1: the discounted sum of the rewards from t on
-VALUE_FIT_DECAY: float | None = 0.5  # each step multiplies older steps' weight in w x_t by it; None: no fit
+VALUE_FIT_DECAY: float | None = 0.5  # in the values' fit a step counts this times the next; None: no fit
 CRITIC_WARMUP_STEPS = 0  # number of first steps that train the critic alone (2503.01491)
 WHITEN_ADVANTAGES = True
 
