@@ -10,6 +10,7 @@ By default seeds 1 2 3 and all baselines. TASK is one of
              group has no mean. The policy is a Llama of 2 layers with random weights.
     dense    The same policy and size, and each token that repeats the prompt, a digit, is rewarded at once:
              what comes later is noise to it. Accuracy is the share of right tokens.
+    counted  As dense, but the share of right tokens is the score at the end: nothing tells which were right.
 
 The values that compute_advantages() reads are, by baseline:
     critic   the critic's, of its model and its least-squares fit (value_features() in ppo/ppo.py)
@@ -60,6 +61,7 @@ TASKS = {
     "sums": RUNS["ppo"][1],
     "early": RANDOM_LLAMA,
     "dense": RANDOM_LLAMA,
+    "counted": RANDOM_LLAMA,
 }
 
 
@@ -88,7 +90,8 @@ def trainer_class(ppo, task, baseline, seconds):
             if task == "early":
                 return [float(ids[0] in self.digits) for ids in response_ids]
             wanted = self.tokenizer.convert_tokens_to_ids(prompts)  # a digit is one token
-            return [[(i == digit) / LENGTH for i in ids] for ids, digit in zip(response_ids, wanted)]
+            right = [[(i == digit) / LENGTH for i in ids] for ids, digit in zip(response_ids, wanted)]
+            return right if task == "dense" else [sum(tokens) for tokens in right]
 
         def accuracy(self, batch):
             return batch.scores.double()
@@ -99,7 +102,7 @@ def trainer_class(ppo, task, baseline, seconds):
                 batch.scores = self.score_responses(batch)[0].cpu()
             return found
 
-    return OfDigits if task in ("early", "dense") else Ablation
+    return OfDigits if TASKS[task] is RANDOM_LLAMA else Ablation
 
 
 def without_critic(ppo):
@@ -122,7 +125,7 @@ def run_one(task, baseline, seed, words):
         overrides = [*TASKS[task], f"SEED={seed}", f"OUTPUT_DIR={folder}/run", "RESUME=no"]
         overrides += ["SAVE_EVERY_N_STEPS=0", "LOG_SAMPLES=0"]
         ppo.apply_overrides(overrides)
-        if task in ("early", "dense"):
+        if TASKS[task] is RANDOM_LLAMA:
             data = make_inputs(Path(folder), seed)
             ppo.ACTOR_MODEL, ppo.TRAIN_DATASETS, ppo.EVAL_DATASETS = f"{folder}/policy", data, data * 5
         ppo.apply_overrides(words)
@@ -150,7 +153,7 @@ def main():
     task = words[0]
     seeds = [int(word) for word in words if word.isdecimal()] or [1, 2, 3]
     chosen = [word for word in words if word in BASELINES] or list(BASELINES)
-    if task in ("early", "dense"):
+    if TASKS[task] is RANDOM_LLAMA:
         chosen = [name for name in chosen if name != "group"]  # one response per prompt
     overrides = [word for word in words if "=" in word]
     for baseline in chosen:

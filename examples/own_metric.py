@@ -10,7 +10,7 @@ Shows four small changes:
 - the run ends once the policy is more than MAX_KL nats per token from where it began; it is evaluated and
   saved as after a last step. KL_COEF must be above 0 for the KL to be measured; 1e-6 hardly trains.
 
-Change: each by itself. Started again, a run that ended by its KL makes one more step and ends again.
+Change: each by itself. A checkpoint keeps is_stopped: started again, a run that ended by its KL stays ended.
 
 Run (seed 1, 42 s of one core): it ended at step 14 of 40, with 80% of sampled answers right.
 
@@ -45,7 +45,7 @@ class MetricTrainer(grpo.GRPOTrainer):
         super().record(batch, metrics)
         if metrics["kl"] > MAX_KL:
             self.run.log(f"The KL, {metrics['kl']:.4f}, is above MAX_KL = {MAX_KL}: the run ends here")
-            self.run.total_steps = self.run.step
+            self.run.is_stopped = True
 
 
 grpo.learning_rate_scale = learning_rate_scale

@@ -542,7 +542,7 @@ class PPOTrainer:
             scores, logged = score_over_ranks(self, "compute_rewards", function, batch, width=MAX_NEW_TOKENS)
         scores = scores.to(self.device)
         penalties = MISSING_EOS_PENALTY * batch.truncated
-        if scores.dim() == 1:
+        if scores.dim() == 1:  # one number per response
             return scores - penalties, None, logged
         token_scores = scores[:, : batch.response_mask.shape[1]]
         token_scores[torch.arange(len(scores), device=self.device), batch.response_lengths - 1] -= penalties
@@ -794,9 +794,10 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
     options = {"config": config, "dtype": dtype, "output_loading_info": True}
     model, info = load_pretrained(auto_class, path, constant, **options)
     missing = set(info["missing_keys"]) | {key[0] for key in info["mismatched_keys"]}
-    bad_keys = missing | set(info["unexpected_keys"])
     if new_head:  # the head may be missing or another one: only the body must be complete
         bad_keys = {key for key in missing if key.startswith(model.base_model_prefix + ".")}
+    else:
+        bad_keys = missing | set(info["unexpected_keys"])
     if bad_keys:
         names = ", ".join(sorted(bad_keys))
         raise UserError(f"{constant} = {str(path)!r}: missing or unexpected weights {names}")
@@ -808,7 +809,7 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
             parameter.data = parameter.data.clone()
     if model.config._attn_implementation == "sdpa" and attention_windows(model):
         model.set_attn_implementation("shared_prompts")
-    model.eval()  # for good: dropout is off in rollout and update alike
+    model.eval()  # from here on, in the update too
     if is_sharded():
         return shard(model, device)
     return model.to(device)
@@ -911,9 +912,11 @@ def disagreement(model, compute):
         return f"it raises {type(error).__name__}: {first_line(error)}"
     difference = (values - wanted).float().reshape(len(values), -1)
     if model.dtype == torch.float32:
-        difference, tolerance = difference.abs().max(), 1e-3
+        tolerance = 1e-3
+        difference = difference.abs().max()
     else:  # bfloat16 moves a few logits of a large vocabulary far, but not the mean over a position's logits
-        difference, tolerance = difference.square().mean(1).sqrt().max(), 0.1
+        tolerance = 0.1
+        difference = difference.square().mean(1).sqrt().max()
     if difference <= tolerance * (1 + wanted.std(correction=0)):
         return ""
     return f"values of a token change by {difference:.2g} if other tokens or padding share its batch"
@@ -1028,7 +1031,7 @@ def micro_batch_rows(model, batch):
     max_bytes = 2**26
     if model.device.type == "cuda":
         memory = torch.cuda.mem_get_info(model.device)[1]
-        max_bytes = 2 ** (memory.bit_length() - 5)
+        max_bytes = 2 ** (memory.bit_length() - 1) // 16
     row_bytes = 4 * model.config.get_text_config().vocab_size * batch.response_mask.shape[1]
     return max(1, min(64, BATCH_SIZE * GROUP_SIZE, max_bytes // row_bytes))
 
@@ -1207,7 +1210,8 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
     ids = torch.full((len(rows), max_new_tokens), pad_id, device=device)
     logprobs = torch.zeros(len(rows), max_new_tokens, device=device)
     finished = torch.zeros_like(rows, dtype=torch.bool)
-    pending = []  # since the last check, of each token: ids and log-probabilities, (unfinished rows,)
+    pending_ids = []  # of the tokens since the last check, each (unfinished rows,)
+    pending_logprobs = []
     for t in progress(range(max_new_tokens), "tokens"):
         distribution = sampling_logprobs(decoder.logits, temperature).clamp_(min=-1e30)  # (rows, vocabulary)
         if uniform is None:
@@ -1215,14 +1219,16 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
         else:
             tokens = sample_tokens(distribution.exp(), uniform[rows, t])
         chosen = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        pending.append((tokens, chosen))
+        pending_ids.append(tokens)
+        pending_logprobs.append(chosen)
         is_last = t + 1 == max_new_tokens
         # Every check_every tokens: store what is pending, then drop the rows that are finished
         if (t + 1) % check_every == 0 or is_last:
-            columns = slice(t + 1 - len(pending), t + 1)
-            for result, values in zip((ids, logprobs), zip(*pending)):
-                result[rows, columns] = torch.stack(values, 1)
-            pending = []
+            columns = slice(t + 1 - len(pending_ids), t + 1)
+            ids[rows, columns] = torch.stack(pending_ids, 1)
+            logprobs[rows, columns] = torch.stack(pending_logprobs, 1)
+            pending_ids = []
+            pending_logprobs = []
             if is_last:
                 break
             finished |= torch.isin(ids[rows, columns], eos_ids).any(1)
@@ -1417,8 +1423,8 @@ _RESPONSE_TOKENS = 1024  # most response tokens in one sequence, because its att
 
 
 def attention_windows(model):
-    """Returns {layer type: how many tokens back a query sees; None: all} from the model's config, or {} if
-    the config has other types of layers, or a window that it gives to no type."""
+    """Returns {layer type: how many tokens back a query sees; None: all} from the model's config. Returns {},
+    so that prompts are not shared, if the config has other types of layers or a window of no known type."""
     try:
         config = model.config.get_text_config(decoder=True)
         layer_types, options = get_layer_types_and_kwargs(config)
@@ -1449,7 +1455,8 @@ def logits_of_shared_prompts(model, batch, rows):
     last_prompt = None
     for i, row in enumerate(rows):
         prompt, response, sampled = batch.sequences[row]
-        prompt_length, added = len(prompt), len(response) - 1
+        prompt_length = len(prompt)
+        added = len(response) - 1  # tokens: the last one is only predicted, so it is not read
         if prompt != last_prompt or len(sequences[-1][0]) + added > prompt_length + _RESPONSE_TOKENS:
             last_prompt = prompt
             sequences.append((list(prompt), list(range(prompt_length)), [0] * prompt_length))
@@ -1477,7 +1484,7 @@ def logits_of_shared_prompts(model, batch, rows):
         hidden = ~visible | (distance >= (window or math.inf))
         zeros = torch.zeros(hidden.shape, dtype=dtype, device=device)
         masks[layer_type] = zeros.masked_fill_(hidden, -math.inf)[:, None]
-    mask = masks
+    mask = masks  # transformers takes one mask for each type of layer or, where there is one type, a tensor
     if len(masks) == 1:
         mask = masks.popitem()[1]
     row, sequence, predicted_at, token = to_device(places, device).T
@@ -1490,8 +1497,8 @@ def logits_of_shared_prompts(model, batch, rows):
 
 def make_optimizer(model, learning_rate):
     """Returns AdamW over the model's trained parameters. Another optimizer, or several parameter groups, go
-    here: all groups are scheduled, clipped and stepped. A group may have a rate of its own, such as lr=0.02
-    for Muon. Return one object: of self.optimizers those with the name of a trained model are stepped."""
+    here: all groups are scheduled, clipped and stepped, and each may have a rate of its own. Stepped are
+    those of self.optimizers with the name of a trained model; examples/muon.py has two for one model."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
     for group in optimizer.param_groups:  # a rate of its own keeps its ratio to learning_rate
@@ -1535,7 +1542,7 @@ class GradientSum:
         self.is_dummy = False  # there is no micro-batch for this process in this round
         self.is_complete = False
         self.adds_gradients = world_size() > 1 and not is_sharded()
-        self.totals = []
+        self.totals = []  # of each parameter, over the rounds; empty where .grad itself is the sum
         if self.adds_gradients and DETERMINISTIC_GRADIENTS:
             self.totals = [torch.zeros_like(p) for p in self.parameters]
 
@@ -1626,7 +1633,8 @@ class GradientSum:
                 dist.all_reduce(parameter.grad)
         rounds_by_rank = all_gather(self.logged_numbers())
         metrics = {}
-        for number in range(self.num_micro_batches):  # in their own order, whichever process had them
+        # In the order of the micro-batches: process n % N had number n, in its round n // N
+        for number in range(self.num_micro_batches):
             for name, value in rounds_by_rank[number % world_size()][number // world_size()].items():
                 add = max if name.startswith("max_") else operator.add
                 metrics[name] = add(metrics[name], value) if name in metrics else value
@@ -1843,7 +1851,7 @@ def encode_chat(tokenizer, prompt, where, response=None):
         if turn["role"] == "assistant":
             text += tokenizer.eos_token
     ids = tokenizer(text)["input_ids"]
-    # Some tokenizers append an EOS to every text. It is dropped; after a response it is the second
+    # Some tokenizers append an EOS to every text. It is dropped; a response's own EOS stands before it
     appended = [tokenizer.eos_token_id] * (1 if response is None else 2)
     text_has_eos = (messages + turns)[-1]["content"].endswith(tokenizer.eos_token)
     if ids[-len(appended) :] == appended and not text_has_eos:
@@ -1918,7 +1926,7 @@ def respond(model, tokenizer, prompts, uniform, group_size=1):
     with full_parameters(model):
         chunks = map_over_ranks(range(0, len(prompts), prompts_at_a_time), sample_chunk)
     ids, lengths, logprobs = (torch.cat(x).to(model.device) for x in zip(*chunks))
-    responses = [row[:length] for length, *row in torch.cat([lengths[:, None], ids], 1).tolist()]
+    responses = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist())]
     batch = make_batch(repeat_each(prompts, group_size), responses, model.device)
     width = batch.response_mask.shape[1]
     batch.logprobs = logprobs[:, :width]
@@ -2094,7 +2102,8 @@ def unsuited_constants():
         return []
     hints = []
     for name, (tuned, hint) in _TUNED_FOR_TINY.items():
-        if globals()[name] == tuned and not (is_shipped(ACTOR_MODEL) and name.endswith(("RATE", "TOKENS"))):
+        fits_the_model = is_shipped(ACTOR_MODEL) and name.endswith(("RATE", "TOKENS"))
+        if globals()[name] == tuned and not fits_the_model:
             hints.append(f"{name} = {tuned!r} ({hint})")
     if not hints:
         return []
@@ -2319,9 +2328,11 @@ def without_adapter(model):
     has_adapter = hasattr(model, "peft_config")
     if has_adapter:
         model.disable_adapters()
-    yield
-    if has_adapter:
-        model.enable_adapters()
+    try:
+        yield
+    finally:
+        if has_adapter:
+            model.enable_adapters()
 
 
 def merge_adapter(model):
@@ -2409,7 +2420,7 @@ def load_optimizer_state(optimizer, saved):
     Learning rates and the like come from the constants of now, not from the checkpoint."""
     groups = optimizer.state_dict()["param_groups"]
     for group, saved_group in zip(groups, saved["param_groups"]):
-        group["params"] = saved_group["params"]
+        group["params"] = saved_group["params"]  # numbers of parameters, by which saved["state"] knows them
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, state in saved["state"].items():
         parameter = parameters[number]
@@ -2558,7 +2569,7 @@ def call_reward(name, function, prompts, responses, answers, columns=None, width
     token: (rows, width)."""
     columns = columns or {}
     signature = inspect.signature(function)
-    first = [*signature.parameters][:3]
+    first = [*signature.parameters][:3]  # these are passed by position
     takes_all = any(p.kind == p.VAR_KEYWORD for p in signature.parameters.values())
     named = {k: v for k, v in columns.items() if k not in first and (takes_all or k in signature.parameters)}
     try:
@@ -2588,7 +2599,7 @@ def is_list_of_lists(values, count):
     """Whether a reward function returned `count` values of which at least one is a list."""
     if not hasattr(values, "__len__") or len(values) != count:
         return False
-    return any(getattr(value, "ndim", isinstance(value, (list, tuple))) for value in values)
+    return any(isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) > 0 for value in values)
 
 
 # differs: rewards per token
@@ -2758,7 +2769,7 @@ def map_over_ranks(items, compute):
     _INSIDE_RANK_MAP.append(compute)
     mine = [compute(item) for item in progress(items[rank() :: world_size()], "batches")]
     _INSIDE_RANK_MAP.pop()
-    results = all_gather(mine)
+    results = all_gather(mine)  # of N processes, i % N has item i in place i // N
     return [results[i % world_size()][i // world_size()] for i in range(len(items))]
 
 
@@ -2999,7 +3010,9 @@ def draw_plot(records, path, title, panels, names):
         axis.grid(alpha=0.3)
         axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
         for i, key in enumerate(keys):
-            labels = names if len(keys) == 1 else dict.fromkeys(names, key)
+            labels = names
+            if len(keys) > 1:
+                labels = {"train": key, "eval": key}
             plot_metric(axis, records, "train", key, f"C{2 * i}", labels["train"])
             plot_metric(axis, records, "eval", key, f"C{2 * i + 1}", labels["eval"])
         if len(axis.get_legend_handles_labels()[0]) > 1:
@@ -3030,7 +3043,7 @@ class Run:
     decides when it evaluates and saves."""
 
     checkpointed_fields = ("step", "evaluated_at", "best_value", "patience_value", "evals_since_best")
-    checkpointed_fields += ("halvings", "skipped", "log_lines", "wandb_id", "evaluation")
+    checkpointed_fields += ("halvings", "skipped", "log_lines", "wandb_id", "evaluation", "is_stopped")
 
     def __init__(self, name, resume, device):
         self.name = name
@@ -3074,6 +3087,7 @@ class Run:
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
         self.evals_since_best = 0  # evaluations since patience_value rose
+        self.is_stopped = False  # True, set on all processes: no step follows this one, nor after a restart
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
@@ -3160,7 +3174,7 @@ class Run:
         return stopped or out_of_patience or self.is_last_step()
 
     def is_last_step(self):
-        return self.step >= self.total_steps
+        return self.is_stopped or self.step >= self.total_steps
 
     def is_due(self, interval):
         """Returns whether something that happens every `interval` steps happens after this one; 0: never."""
@@ -3373,7 +3387,7 @@ class Run:
                 raise ValueError(f"its state has no {', '.join(missing)}")
             if (prompts := saved["state"]["prompts"]) != self.state.prompts:
                 raise ValueError(f"it has {prompts} training prompts, and now there are {self.state.prompts}")
-            vars(self).update({key: saved["run"][key] for key in self.checkpointed_fields})
+            vars(self).update(saved["run"])
             vars(self.state).update(saved["state"])
             for name, optimizer in self.optimizers.items():
                 load_optimizer_state(optimizer, saved["optimizers"][name])
@@ -3606,7 +3620,7 @@ def check_constants():
     that nothing in this file reads, such as a misspelt constant that was pasted at its top."""
     names_in_file = Counter(re.findall(r"[A-Z]\w+", Path(__file__).read_text()))
     for key in constants():
-        if names_in_file[key] < 2 and rank() == 0:
+        if names_in_file[key] < 2 and rank() == 0:  # it stands where it is set, and nowhere else
             hint = did_you_mean(key, constants().keys() - {key})
             print(f"WARNING: nothing reads the constant {key}{hint}", flush=True)
     for keys, allowed in _VALID_RANGES.items():

@@ -463,16 +463,17 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
     options = {"config": config, "dtype": dtype, "output_loading_info": True}
     model, info = load_pretrained(auto_class, path, constant, **options)
     missing = set(info["missing_keys"]) | {key[0] for key in info["mismatched_keys"]}
-    bad_keys = missing | set(info["unexpected_keys"])
     if new_head:  # the head may be missing or another one: only the body must be complete
         bad_keys = {key for key in missing if key.startswith(model.base_model_prefix + ".")}
+    else:
+        bad_keys = missing | set(info["unexpected_keys"])
     if bad_keys:
         names = ", ".join(sorted(bad_keys))
         raise UserError(f"{constant} = {str(path)!r}: missing or unexpected weights {names}")
     for parameter in model.parameters():
         # Weights that are memory-mapped from a file may be unaligned, which changes a product's last bit
         parameter.data = parameter.data.clone()
-    model.eval()  # for good: dropout is off in rollout and update alike
+    model.eval()  # from here on, in the update too
     if is_sharded():
         return shard(model, device)
     return model.to(device)
@@ -686,8 +687,8 @@ def reads_joined(model, joined, separate, rows):
 
 def make_optimizer(model, learning_rate):
     """Returns AdamW over the model's trained parameters. Another optimizer, or several parameter groups, go
-    here: all groups are scheduled, clipped and stepped. A group may have a rate of its own, such as lr=0.02
-    for Muon. Return one object: of self.optimizers those with the name of a trained model are stepped."""
+    here: all groups are scheduled, clipped and stepped, and each may have a rate of its own. Stepped are
+    those of self.optimizers with the name of a trained model; examples/muon.py has two for one model."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
     for group in optimizer.param_groups:  # a rate of its own keeps its ratio to learning_rate
@@ -729,7 +730,7 @@ class GradientSum:
         self.is_dummy = False  # there is no micro-batch for this process in this round
         self.is_complete = False
         self.adds_gradients = world_size() > 1 and not is_sharded()
-        self.totals = []
+        self.totals = []  # of each parameter, over the rounds; empty where .grad itself is the sum
         if self.adds_gradients and DETERMINISTIC_GRADIENTS:
             self.totals = [torch.zeros_like(p) for p in self.parameters]
 
@@ -815,7 +816,8 @@ class GradientSum:
                 dist.all_reduce(parameter.grad)
         rounds_by_rank = all_gather(self.logged_numbers())
         metrics = {}
-        for number in range(self.num_micro_batches):  # in their own order, whichever process had them
+        # In the order of the micro-batches: process n % N had number n, in its round n // N
+        for number in range(self.num_micro_batches):
             for name, value in rounds_by_rank[number % world_size()][number // world_size()].items():
                 add = max if name.startswith("max_") else operator.add
                 metrics[name] = add(metrics[name], value) if name in metrics else value
@@ -1079,7 +1081,7 @@ def encode_chat(tokenizer, prompt, where, response=None):
         if turn["role"] == "assistant":
             text += tokenizer.eos_token
     ids = tokenizer(text)["input_ids"]
-    # Some tokenizers append an EOS to every text. It is dropped; after a response it is the second
+    # Some tokenizers append an EOS to every text. It is dropped; a response's own EOS stands before it
     appended = [tokenizer.eos_token_id] * (1 if response is None else 2)
     text_has_eos = (messages + turns)[-1]["content"].endswith(tokenizer.eos_token)
     if ids[-len(appended) :] == appended and not text_has_eos:
@@ -1333,7 +1335,7 @@ def load_optimizer_state(optimizer, saved):
     Learning rates and the like come from the constants of now, not from the checkpoint."""
     groups = optimizer.state_dict()["param_groups"]
     for group, saved_group in zip(groups, saved["param_groups"]):
-        group["params"] = saved_group["params"]
+        group["params"] = saved_group["params"]  # numbers of parameters, by which saved["state"] knows them
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, state in saved["state"].items():
         parameter = parameters[number]
@@ -1526,7 +1528,7 @@ def map_over_ranks(items, compute):
     _INSIDE_RANK_MAP.append(compute)
     mine = [compute(item) for item in progress(items[rank() :: world_size()], "batches")]
     _INSIDE_RANK_MAP.pop()
-    results = all_gather(mine)
+    results = all_gather(mine)  # of N processes, i % N has item i in place i // N
     return [results[i % world_size()][i // world_size()] for i in range(len(items))]
 
 
@@ -1767,7 +1769,9 @@ def draw_plot(records, path, title, panels, names):
         axis.grid(alpha=0.3)
         axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
         for i, key in enumerate(keys):
-            labels = names if len(keys) == 1 else dict.fromkeys(names, key)
+            labels = names
+            if len(keys) > 1:
+                labels = {"train": key, "eval": key}
             plot_metric(axis, records, "train", key, f"C{2 * i}", labels["train"])
             plot_metric(axis, records, "eval", key, f"C{2 * i + 1}", labels["eval"])
         if len(axis.get_legend_handles_labels()[0]) > 1:
@@ -1839,7 +1843,7 @@ class Run:
     decides when it evaluates and saves."""
 
     checkpointed_fields = ("step", "evaluated_at", "best_value", "patience_value", "evals_since_best")
-    checkpointed_fields += ("halvings", "skipped", "log_lines", "wandb_id", "evaluation")
+    checkpointed_fields += ("halvings", "skipped", "log_lines", "wandb_id", "evaluation", "is_stopped")
 
     def __init__(self, name, resume, device):
         self.name = name
@@ -1883,6 +1887,7 @@ class Run:
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
         self.evals_since_best = 0  # evaluations since patience_value rose
+        self.is_stopped = False  # True, set on all processes: no step follows this one, nor after a restart
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
@@ -1969,7 +1974,7 @@ class Run:
         return stopped or out_of_patience or self.is_last_step()
 
     def is_last_step(self):
-        return self.step >= self.total_steps
+        return self.is_stopped or self.step >= self.total_steps
 
     def is_due(self, interval):
         """Returns whether something that happens every `interval` steps happens after this one; 0: never."""
@@ -2185,7 +2190,7 @@ class Run:
                 raise ValueError(f"its state has no {', '.join(missing)}")
             if (prompts := saved["state"]["prompts"]) != self.state.prompts:
                 raise ValueError(f"it has {prompts} training prompts, and now there are {self.state.prompts}")
-            vars(self).update({key: saved["run"][key] for key in self.checkpointed_fields})
+            vars(self).update(saved["run"])
             vars(self.state).update(saved["state"])
             for name, optimizer in self.optimizers.items():
                 load_optimizer_state(optimizer, saved["optimizers"][name])
@@ -2416,7 +2421,7 @@ def check_constants():
     that nothing in this file reads, such as a misspelt constant that was pasted at its top."""
     names_in_file = Counter(re.findall(r"[A-Z]\w+", Path(__file__).read_text()))
     for key in constants():
-        if names_in_file[key] < 2 and rank() == 0:
+        if names_in_file[key] < 2 and rank() == 0:  # it stands where it is set, and nowhere else
             hint = did_you_mean(key, constants().keys() - {key})
             print(f"WARNING: nothing reads the constant {key}{hint}", flush=True)
     for keys, allowed in _VALID_RANGES.items():

@@ -1095,7 +1095,7 @@ def map_over_ranks(items, compute):
     _INSIDE_RANK_MAP.append(compute)
     mine = [compute(item) for item in progress(items[rank() :: world_size()], "batches")]
     _INSIDE_RANK_MAP.pop()
-    results = all_gather(mine)
+    results = all_gather(mine)  # of N processes, i % N has item i in place i // N
     return [results[i % world_size()][i // world_size()] for i in range(len(items))]
 
 
@@ -1336,7 +1336,9 @@ def draw_plot(records, path, title, panels, names):
         axis.grid(alpha=0.3)
         axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
         for i, key in enumerate(keys):
-            labels = names if len(keys) == 1 else dict.fromkeys(names, key)
+            labels = names
+            if len(keys) > 1:
+                labels = {"train": key, "eval": key}
             plot_metric(axis, records, "train", key, f"C{2 * i}", labels["train"])
             plot_metric(axis, records, "eval", key, f"C{2 * i + 1}", labels["eval"])
         if len(axis.get_legend_handles_labels()[0]) > 1:
@@ -1367,7 +1369,7 @@ class Run:
     decides when it evaluates and saves."""
 
     checkpointed_fields = ("step", "evaluated_at", "best_value", "patience_value", "evals_since_best")
-    checkpointed_fields += ("halvings", "skipped", "log_lines", "wandb_id", "evaluation")
+    checkpointed_fields += ("halvings", "skipped", "log_lines", "wandb_id", "evaluation", "is_stopped")
 
     def __init__(self, name, resume, device):
         self.name = name
@@ -1411,6 +1413,7 @@ class Run:
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
         self.evals_since_best = 0  # evaluations since patience_value rose
+        self.is_stopped = False  # True, set on all processes: no step follows this one, nor after a restart
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
@@ -1497,7 +1500,7 @@ class Run:
         return stopped or out_of_patience or self.is_last_step()
 
     def is_last_step(self):
-        return self.step >= self.total_steps
+        return self.is_stopped or self.step >= self.total_steps
 
     def is_due(self, interval):
         """Returns whether something that happens every `interval` steps happens after this one; 0: never."""
@@ -1713,7 +1716,7 @@ class Run:
                 raise ValueError(f"its state has no {', '.join(missing)}")
             if (prompts := saved["state"]["prompts"]) != self.state.prompts:
                 raise ValueError(f"it has {prompts} training prompts, and now there are {self.state.prompts}")
-            vars(self).update({key: saved["run"][key] for key in self.checkpointed_fields})
+            vars(self).update(saved["run"])
             vars(self.state).update(saved["state"])
             for name, optimizer in self.optimizers.items():
                 groups = optimizer.state_dict()["param_groups"]  # changed constants take effect
@@ -1947,7 +1950,7 @@ def check_constants():
     that nothing in this file reads, such as a misspelt constant that was pasted at its top."""
     names_in_file = Counter(re.findall(r"[A-Z]\w+", Path(__file__).read_text()))
     for key in constants():
-        if names_in_file[key] < 2 and rank() == 0:
+        if names_in_file[key] < 2 and rank() == 0:  # it stands where it is set, and nowhere else
             hint = did_you_mean(key, constants().keys() - {key})
             print(f"WARNING: nothing reads the constant {key}{hint}", flush=True)
     for keys, allowed in _VALID_RANGES.items():

@@ -52,8 +52,8 @@ MUTANTS = [
     ),
     (
         "grpo/grpo.py",
-        'saved["run"][key] for key in',
-        'saved["run"]["best_value" if key == "patience_value" else key] for key in',
+        'update(saved["run"])',
+        'update(saved["run"] | {"patience_value": saved["run"]["best_value"]})',
         "tests/test_run.py::test_best_and_patience_resume_apart[grpo]",
     ),
     # what does nothing is said or refused

@@ -65,7 +65,10 @@ MUTANTS = [
     (E + "turns.py", "grpo.ENVIRONMENT = calculator\n", "", CALCULATOR),
     (E + "distillation.py", '("exact_answer", 0.0)', '("exact_answer", 1.0)', DISTILLATION),
     (E + "distillation.py", "and not teacher.exists()", "and False", DISTILLATION),
-    (E + "own_metric.py", "self.run.total_steps = self.run.step", "pass", METRIC),
+    (E + "own_metric.py", "self.run.is_stopped = True", "pass", METRIC),
+    # a stop is kept by the checkpoint, and ends what is forgotten with reset_best()
+    ("grpo/grpo.py", '"evaluation", "is_stopped")', '"evaluation")', METRIC),
+    ("grpo/grpo.py", "return self.is_stopped or self.step >=", "return self.step >=", METRIC),
     (E + "own_metric.py", "COOLDOWN * total", "COOLDOWN", METRIC),
     (E + "own_metric.py", "grpo.PLOT_PANELS += ", "panels = ", METRIC),
     (E + "own_metric.py", "set(batch.responses[i : i + grpo.GROUP_SIZE])", "set(batch.responses)", DISTINCT),

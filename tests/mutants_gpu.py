@@ -161,13 +161,13 @@ MUTANTS = [
     # what is patched
     (
         "ppo/ppo.py",
-        "memory.bit_length() - 5",
-        "memory.bit_length() - 4",
+        "(memory.bit_length() - 1) // 16",
+        "(memory.bit_length() - 1) // 8",
         "tests/test_pretend_gpu.py::test_cards_of_one_kind_cut_micro_batches_alike",
     ),
     (
         "ppo/ppo.py",
-        "max_bytes = 2 ** (memory.bit_length() - 5)",
+        "max_bytes = 2 ** (memory.bit_length() - 1) // 16",
         "max_bytes = memory // 16",
         "tests/test_pretend_gpu.py::test_cards_of_one_kind_cut_micro_batches_alike",
     ),

@@ -99,14 +99,14 @@ MUTANTS = [
     ),
     (
         PPO,
-        "if globals()[name] == tuned and not (",
-        "if not (",
+        "if globals()[name] == tuned and not fits_the_model:",
+        "if not fits_the_model:",
         HOME + "another_model_is_told_which_constants_were_tuned_for_the_shipped_one[ppo]",
     ),
     (
         PPO,
-        ' and not (is_shipped(ACTOR_MODEL) and name.endswith(("RATE", "TOKENS"))):',
-        ":",
+        "fits_the_model = is_shipped",
+        "fits_the_model = False and is_shipped",
         HOME + "other_data_alone_leave_what_the_model_decides_out_of_the_note[ppo]",
     ),
     (
@@ -449,8 +449,8 @@ MUTANTS = [
     (MEMORY, "    if c.GRADIENT_CHECKPOINTING:", "    if False:", MEMORY_TEST + "caches_and_logits_by_hand"),
     (
         MEMORY,
-        ".bit_length() - 5)",
-        ".bit_length() - 4)",
+        ".bit_length() - 1) // 16",
+        ".bit_length() - 1) // 8",
         MEMORY_TEST + "rows_of_an_update_are_those_that_the_trainer_chooses",
     ),
     (

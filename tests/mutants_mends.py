@@ -47,8 +47,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        '"wandb_id", "evaluation")',
-        '"wandb_id")',
+        '"wandb_id", "evaluation", ',
+        '"wandb_id", ',
         RUN + "training_a_finished_run_gives_its_last_evaluation",
     ),
     (

@@ -41,8 +41,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        "labels = names if len(keys) == 1 else dict.fromkeys(names, key)",
-        "labels = dict.fromkeys(names, key)",
+        "if len(keys) > 1:\n                labels",
+        "if keys:\n                labels",
         IN + "the_legend_says_what_each_line_is",
     ),
     (

@@ -410,8 +410,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        'saved["run"][key] for key in self.checkpointed_fields',
-        '0 if key == "halvings" else saved["run"][key] for key in self.checkpointed_fields',
+        'update(saved["run"])',
+        'update(saved["run"] | {"halvings": 0})',
         "tests/test_run.py::test_a_checkpoint_keeps_every_field_of_the_state_by_itself[ppo]",
     ),
     (

@@ -355,6 +355,10 @@ def test_a_metric_a_panel_a_schedule_and_an_end_by_kl(example, tmp_path):
     assert last["headroom"] == 1 - last["accuracy_sampled"] and 0 < step["distinct_responses"] <= 1
     assert "is above MAX_KL = -1.0" in next((tmp_path / "run/logs").glob("training_*.log")).read_text()
     assert (tmp_path / "run/step_1/manifest.json").exists()
+    resumed = module.MetricTrainer(resume_from_checkpoint="yes")
+    assert resumed.run.total_steps == 3
+    resumed.train()
+    assert resumed.run.step == 1 and not (tmp_path / "run/step_2").exists()
 
 
 def test_distinct_responses_are_counted_in_each_group(example, monkeypatch):

@@ -116,7 +116,7 @@ def update_bytes(config, c):
     """Returns the bytes of the activations and logits of one micro-batch."""
     logit_bytes = GIB / 16
     if c.GPU_GIB:
-        logit_bytes = 2 ** (int(c.GPU_GIB * GIB).bit_length() - 5)
+        logit_bytes = 2 ** (int(c.GPU_GIB * GIB).bit_length() - 1) // 16
     rows = logit_bytes // (FLOAT * config.vocab_size * c.MAX_NEW_TOKENS)
     rows = c.MICRO_BATCH_ROWS or max(1, min(64, c.BATCH_SIZE * c.GROUP_SIZE, rows))
     prompts = max(1, rows / c.GROUP_SIZE)
