@@ -7,15 +7,16 @@ GROUP_SIZE responses to a prompt, of scores s_i, are each other's baseline (Shao
     rho_t = pi(y_t) / pi_old(y_t),    clip_t = clip(rho_t, 1 - CLIP_RANGE, 1 + CLIP_RANGE_HIGH)
 
     LOSS_TYPE   loss of a token                                     mean
-    grpo        -min(rho_t A, clip_t A)                             of each response, then over all
-    dapo        the same                                            over all tokens of the step (2503.14476)
+    grpo        -min(rho_t A, clip_t A)                             of each response, then of all
+    dapo        the same                                            over all tokens (2503.14476)
     dr_grpo     the same, A not divided by a std                    sum / (rows * MAX_NEW_TOKENS) (2503.20783)
     gspo        the same, rho = exp(mean_t log rho_t)               of each response, then of all (2507.18071)
-    cispo       -sg(min(rho_t, 1 + CLIP_RANGE_HIGH)) A log pi(y_t)  over all tokens of the step (2506.13585)
-    sapo        -4/tau sigmoid(tau (rho_t - 1)) A, tau 1 or 1.05    of each response, then of all (2511.20347)
+    cispo       -sg(min(rho_t, 1 + CLIP_RANGE_HIGH)) A log pi(y_t)  over all tokens (2506.13585)
+    sapo        -4/tau sigmoid(tau (rho_t - 1)) A                   of each response, then of all (2511.20347)
 
-DUAL_CLIP bounds the loss where A < 0 (1912.09729). KL_COEF * kl_t - ENTROPY_COEF * H(pi_t) is added to each
-token's loss. kl_t has the *value* of KL_ESTIMATOR (k1 = log pi/pi_ref, k2 = k1^2 / 2, k3 = exp(-k1) - 1 + k1;
+Means are over an optimizer step's tokens or rows. sapo's tau is 1 where A > 0, else 1.05. DUAL_CLIP bounds
+the loss where A < 0 (1912.09729). KL_COEF * kl_t - ENTROPY_COEF * H(pi_t) is added to each token's loss.
+kl_t has the *value* of KL_ESTIMATOR (k1 = log pi/pi_ref, k2 = k1^2 / 2, k3 = exp(-k1) - 1 + k1;
 joschu.net/blog/kl-approx.html) and always the *gradient* of k2, k1 * grad log pi: on policy, its mean is that
 of KL(pi || pi_ref). The mean of k1's own gradient would be 0, that of k3's is KL(pi_ref || pi)'s.
 Deliberate deviations from the papers:
@@ -23,7 +24,7 @@ Deliberate deviations from the papers:
 - sampling inverts the cumulative distribution at uniform numbers that are drawn ahead for the whole step, so
   at a fixed BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS, BATCH_SIZE changes no sample, and the update only by
   rounding;
-- responses left out by MASK_TRUNCATED or TOP_ENTROPY_FRACTION still count in the loss's denominator.
+- what MASK_TRUNCATED or TOP_ENTROPY_FRACTION leaves out still counts in the loss's denominator.
 
 Shapes: rows = responses of a step, prompts * GROUP_SIZE, those of a group side by side; R = tokens of the
 longest response. A parameter `rows` beside a batch is a list of row numbers; batch.rows are records of the
@@ -41,8 +42,8 @@ the advantage  group_advantages, compute_advantages       a metric       GRPOTra
 the reward     REWARD_FUNCTIONS; compute_rewards          a plot         PLOT_PANELS; draw_plot
 sampling       sampling_logprobs; rollout, generate       the schedule   learning_rate_scale
 turns          ENVIRONMENT; converse                      the optimizer  make_optimizer
-A metric of the responses is a reward function of weight 0. To add a constant write one line below; one that
-may be None needs its type, as REFERENCE_MODEL has.
+To log a metric of the responses add a reward function of weight 0. To add a constant write one line below;
+one that may be None needs its type, as REFERENCE_MODEL has.
 """
 
 import ast
@@ -120,7 +121,7 @@ EVALUATE_SAMPLES = 8  # sampled responses per prompt in STAGE=evaluate: k of pas
 # Models: a folder or a hub name
 ACTOR_MODEL = f"{ROOT}/data/tiny/policy"
 REWARD_MODEL: str | None = None  # classifier with one label; None: reward functions alone
-REFERENCE_MODEL: str | None = None  # None: a frozen copy of the initial actor. Not loaded if KL_COEF = 0
+REFERENCE_MODEL: str | None = None  # None: a frozen copy of the initial actor, if KL_COEF > 0
 LORA_RANK = 0  # 0: all weights are trained; > 0: only LoRA adapters of this rank (2106.09685)
 LORA_ALPHA = 32.0  # an adapter's output is scaled by LORA_ALPHA / LORA_RANK
 LORA_TARGETS = "all-linear"  # "all-linear" (every linear layer except the heads), or names: q_proj,v_proj
@@ -140,14 +141,14 @@ EVAL_DATASETS = [
 ]
 PROMPT_TEMPLATE = "{input}"  # the question; the tokenizer's chat template, if it has one, wraps it
 SYSTEM_PROMPT: str | None = None  # put before prompts that have none; needs a chat template
-MAX_TRAIN_PROMPTS: int | None = None  # number of prompts used, from the first on; None: all
+MAX_TRAIN_PROMPTS: int | None = None  # number of prompts read, from the first on; None: all
 MAX_EVAL_PROMPTS: int | None = 200
 
 # Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. List names of functions in
 # rewards/, or functions that you define above this line: f(prompts, responses, answers) returns one number
 # per response. prompts are texts or chats as the data has them, responses are texts, answers are texts, lists
 # of texts or None. Further parameters of f: response_ids (token ids with EOS), messages, or the name of a
-# data column. For rewards per token edit compute_rewards()
+# data column. For rewards per token edit compute_advantages() (examples/token_rewards.py)
 REWARD_FUNCTIONS = [("exact_answer", 1.0)]
 REWARD_MODEL_WEIGHT = 1.0
 OVERLONG_BUFFER = 0  # number of last tokens that are penalised, linearly (2503.14476, eq. 13); 0: none
@@ -188,8 +189,8 @@ GROUP_EPOCHS = 1  # passes over each step's responses
 MINI_BATCHES = 1  # optimizer steps per pass
 SCALE_REWARDS = "group"  # group | batch | none: whose standard deviation advantages are divided by
 LEAVE_ONE_OUT = False  # the baseline is the mean of the other responses
-RESAMPLE_FLAT_GROUPS = 0  # how often at most groups of equal scores are replaced by new prompts; 0: never
-SKIP_FLAT_GROUPS = True  # rows without a gradient stay out of the backward pass: up to half its time
+RESAMPLE_FLAT_GROUPS = 0  # most rounds of replacing groups of equal scores by new prompts; 0: never
+SKIP_FLAT_GROUPS = True  # rows without a gradient skip the backward pass: it takes down to half the time
 CLIP_RANGE = 0.2  # > 0; gspo wants about 3e-4
 CLIP_RANGE_HIGH = 0.2  # > 0; DAPO's clip-higher: 0.28; gspo about 4e-4; cispo about 4
 DUAL_CLIP: float | None = None  # > 1, such as 3: for A < 0 the loss is at most DUAL_CLIP * |A|
@@ -242,8 +243,9 @@ _VALID_RANGES = {  # (smallest, largest) value or allowed words, where a bad val
     "TEMPERATURE CLIP_RANGE CLIP_RANGE_HIGH MAX_GRAD_NORM LORA_ALPHA REWARD_TIMEOUT": (1e-6, 1e9),
     "PLATEAU_PATIENCE MAX_TRAIN_PROMPTS MICRO_BATCH_ROWS DUAL_CLIP EVALUATE_SAMPLES": (1, 1e12),
     "MAX_EVAL_PROMPTS WARMUP_STEPS LOG_SAMPLES SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS WEIGHT_DECAY": (0, 1e12),
-    "LEARNING_RATE KL_COEF OVERLONG_PENALTY LORA_RANK REFERENCE_SYNC_STEPS": (0, 1e6),
+    "LEARNING_RATE KL_COEF OVERLONG_BUFFER OVERLONG_PENALTY LORA_RANK REFERENCE_SYNC_STEPS": (0, 1e6),
     "GROUP_SIZE ENVIRONMENT_THREADS": (1, 1e12),
+    "RESAMPLE_FLAT_GROUPS": (0, 1e6),
     "TOP_ENTROPY_FRACTION REFERENCE_SYNC_ALPHA": (1e-6, 1),
     "STAGE": ["train", "evaluate"],
     "DTYPE": ["float32", "bfloat16"],
@@ -329,8 +331,8 @@ def policy_loss(
 
 
 def grpo_stats(ratio, mask, advantages, loss_type, clip_range, clip_range_high):
-    """Returns what is logged of each token, a dict of (rows, R): whether the loss clips the ratio (cispo only
-    from above, sapo never), the k3 estimate of KL(old || new), and |ratio - 1|."""
+    """Returns what is logged of each token, a dict of (rows, R): whether CLIP_RANGE clips the ratio (in cispo
+    only from above, in sapo never), the k3 estimate of KL(old || new), and |ratio - 1|."""
     ratio = torch.where(mask > 0, ratio, 1)
     clipped = ratio > 1 + clip_range_high
     if loss_type == "sapo":
@@ -370,7 +372,7 @@ class GRPOTrainer:
             if label != "turns" or ENVIRONMENT:
                 self.run.panels.append((label, [key.replace("pass@k", pass_at_k) for key in keys]))
         # compute_rewards() fills it for the log: {name: (rows,)}. score_over_ranks() empties it before each
-        # call and moves what it finds to batch.reward_parts
+        # call and returns what it finds
         self.reward_parts = {}
         self.steps_without_signal = 0  # in a row, in this start of the program; see record()
         self.load_models()
@@ -394,19 +396,20 @@ class GRPOTrainer:
         self.tokenizer = load_tokenizer(ACTOR_MODEL, "ACTOR_MODEL")
         self.actor = load_trained(self.run, "policy", AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL")
         self.pad_id = padding_id(self.actor, self.tokenizer)
-        self.models = {"policy": self.actor}  # saved; by their checkpoint folder
-        self.models_by_constant = {"ACTOR_MODEL": self.actor}  # read the responses
+        self.models = {"policy": self.actor}  # saved in a checkpoint, by the name of their folder
+        self.models_by_constant = {"ACTOR_MODEL": self.actor}  # all that read prompts and responses
         self.reference = None
         if KL_COEF > 0 and LORA_RANK and not REFERENCE_MODEL:
             self.reference = self.actor  # without its adapter
         elif KL_COEF > 0:
             path = REFERENCE_MODEL or ACTOR_MODEL
-            if checkpoint and (checkpoint / "reference").exists():
+            has_moved = checkpoint is not None and (checkpoint / "reference").exists()
+            if has_moved:
                 path = checkpoint / "reference"
             self.reference = load_model(AutoModelForCausalLM, path, "REFERENCE_MODEL", self.device)
             self.reference.requires_grad_(False)
             self.models_by_constant["REFERENCE_MODEL"] = self.reference
-            if REFERENCE_SYNC_STEPS:
+            if REFERENCE_SYNC_STEPS or has_moved:
                 self.models["reference"] = self.reference
         self.reward_model, self.reward_tokenizer = load_reward_model(REWARD_MODEL, self.device)
         self.reward_functions = resolve_rewards(REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
@@ -501,17 +504,18 @@ class GRPOTrainer:
         return reward_model_scores(self.reward_model, self.reward_tokenizer, prompts, responses)
 
     def compute_advantages(self, batch):
-        """Compares each response with its group. An edit may set advantages per token, (rows, R)."""
+        """Sets batch.advantages, (rows,), from each response's group. An edit may set (rows, R)."""
         scale = SCALE_REWARDS
         if LOSS_TYPE == "dr_grpo":
             scale = "none"
         batch.advantages = group_advantages(batch.scores, GROUP_SIZE, scale, LEAVE_ONE_OUT)
 
     def select_tokens(self, batch):
-        """Decides which tokens are trained, (rows, R)."""
+        """Sets batch.trained, (rows, R): 1 where a token is trained."""
         batch.trained = batch.response_mask.clone()
         if TOP_ENTROPY_FRACTION < 1:
             ordered = batch.entropies[batch.response_mask > 0].sort().values  # quantile() takes 2**24 at most
+            # The lowest entropy that is trained; 1e-6 absorbs rounding
             threshold = ordered[math.ceil((1 - TOP_ENTROPY_FRACTION) * (len(ordered) - 1) - 1e-6)]
             batch.trained *= batch.entropies >= threshold
         if MASK_TRUNCATED:
@@ -545,12 +549,13 @@ class GRPOTrainer:
     def optimizer_step(self, batch, rows):
         """One optimizer step on `rows`, a list. The loss is that of all these rows, however they are cut into
         micro-batches. Returns the step's metrics."""
-        index = to_device(rows, self.device)
-        num_tokens = batch.response_mask[index].sum()
-        weights = token_weights(batch.response_mask[index], LOSS_TYPE, MAX_NEW_TOKENS) * batch.trained[index]
-        batch.weights = torch.zeros_like(batch.response_mask).index_copy(0, index, weights)
+        step_index = to_device(rows, self.device)
+        step_mask = batch.response_mask[step_index]
+        step_weights = token_weights(step_mask, LOSS_TYPE, MAX_NEW_TOKENS) * batch.trained[step_index]
+        batch.weights = torch.zeros_like(batch.response_mask).index_copy(0, step_index, step_weights)
         rows_to_train = rows_with_gradient(self, batch, rows)
-        num_trained_tokens = batch.response_mask[to_device(rows_to_train, self.device)].sum()
+        # Tokens of the rows that go through the model: what is logged of the others is not known
+        num_tokens_read = batch.response_mask[to_device(rows_to_train, self.device)].sum()
         gradients = GradientSum([self.actor])
         for micro in gradients.deal(micro_batches(self.actor, batch, rows_to_train)):
             index = to_device(micro, self.device)
@@ -562,14 +567,15 @@ class GRPOTrainer:
             losses, policy_losses, ratio, kl = self.token_losses(batch, micro, logprobs, entropy)
             gradients.backward(self.actor, (weights * losses).sum())
 
-            gradients.log_means({"policy_loss": policy_losses}, weights, 1)
+            gradients.log_means({"policy_loss": policy_losses}, weights, 1)  # weights have the denominator
             advantages = token_advantages(batch, index, width)
             stats = grpo_stats(ratio.detach(), mask, advantages, LOSS_TYPE, CLIP_RANGE, CLIP_RANGE_HIGH)
             gradients.log_max("max_ratio_deviation", stats.pop("ratio_deviation").max())
-            gradients.log_means(stats, mask, num_tokens)
+            # Rows that are left out have A = 0, so their tokens are never clipped: they count here
+            gradients.log_means({"clip_fraction": stats.pop("clip_fraction")}, mask, step_mask.sum())
             log_ratio = (logprobs.detach() - batch.sampled_logprobs[index, :width]).clamp(-20, 20)
-            values = {"kl": kl, "mean_abs_log_ratio": log_ratio.abs()}
-            gradients.log_means(values, mask, num_trained_tokens)
+            stats |= {"kl": kl, "mean_abs_log_ratio": log_ratio.abs()}
+            gradients.log_means(stats, mask, num_tokens_read)
         metrics = gradients.finish()
         row_names = [batch.rows[i]["id"] for i in rows]
         norms = clip_and_step(self.optimizers.values(), metrics["policy_loss"], self.run, row_names)
@@ -652,12 +658,17 @@ class GRPOTrainer:
 
     def record(self, batch, metrics):
         """Logs the step's metrics, some of its responses, and its line on the terminal."""
+        advantages, sizes = batch.advantages, batch.advantages.abs()
+        if advantages.dim() == 2:  # an edit's, per token: the means of each response
+            num_tokens = batch.response_mask.sum(1)
+            advantages = (advantages * batch.response_mask).sum(1) / num_tokens
+            sizes = (sizes * batch.response_mask).sum(1) / num_tokens
         metrics = {
             "epoch": self.state.epoch,
             **metrics,
             **response_metrics(batch, batch.scores, batch.reward_parts),
             **turn_metrics(batch),
-            "advantage_abs": batch.advantages.abs().mean().item(),
+            "advantage_abs": sizes.mean().item(),
             "zero_variance_groups": batch.flat_groups,
         }
         line = (
@@ -665,9 +676,6 @@ class GRPOTrainer:
             f"R:{metrics['reward']:.2f} A:{metrics['advantage_abs']:.2f} "
             f"E:{metrics['entropy']:.3f} LR:{metrics['learning_rate']:.2e}"
         )
-        advantages = batch.advantages
-        if advantages.dim() == 2:
-            advantages = (advantages * batch.response_mask).sum(1) / batch.response_mask.sum(1)
         responses = batch.columns.get("turns", batch.responses)
         samples = sample_records(batch, responses, advantages)
         self.run.log_step(metrics, int(batch.response_mask.sum()), samples, line)
@@ -686,7 +694,7 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
     error. With new_head it gets a head for one label: the checkpoint may lack that head, whose weights then
     start at zero, or hold another one."""
     if (Path(path) / "adapter_config.json").exists():
-        hint = "set the LORA_RANK it was trained with, or take its run's best/policy"
+        hint = "to resume its run set the LORA_RANK it had; as a model take its run's best/policy"
         raise UserError(f"{constant} = {str(path)!r} is a LoRA adapter: {hint}")
     config = load_pretrained(AutoConfig, path, constant)
     for part in (config, config.get_text_config()):
@@ -747,15 +755,15 @@ def load_pretrained(auto_class, path, constant, **options):
     try:
         return auto_class.from_pretrained(path, trust_remote_code=False, **options)
     except Exception as error:  # transformers, safetensors and tokenizers raise many types
-        why = "cannot be loaded"
+        why = f"cannot be loaded ({first_line(error)})"
         if not Path(path).exists():
-            why = "no such folder, and the hub has no such model"
+            why = f"no such folder, and the hub gave no model ({first_line(error)})"
         elif Path(path).is_dir() and not (Path(path) / "config.json").exists():
             why = "that folder holds no model, no config.json"
             found = sorted([*Path(path).glob("*/config.json"), *Path(path).glob("*/*/config.json")])
             if found:
                 why += f"; {found[0].parent} does"
-        raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
+        raise UserError(f"{constant} = {str(path)!r}: {why}") from None
 
 
 def vocab_size(model):
@@ -810,7 +818,7 @@ def unbatched_logits(model, batch):
 
 def disagreement(model, compute):
     """compute() returns two tensors (tokens, ...) that should be equal. Returns "" if they differ by rounding
-    alone, else a description. Real mistakes are as large as the values."""
+    alone, else a description. A real fault is about as large as the values."""
     try:
         values, wanted = compute()
     except Exception as error:  # a model that is not made for this may raise any type
@@ -1367,7 +1375,7 @@ def logits_of_shared_prompts(model, batch, rows):
         ids += response[:added]
         positions += range(prompt_length, prompt_length + added)
         owner += [i + 1] * added
-    # Widths are multiples of 8: for others a GPU's kernels copy the mask. Padding sees itself alone
+    # Widths are multiples of 8: for others a GPU's kernels copy the mask. Padding sees other padding
     ids, positions, owner = zip(*sequences)
     ids = to_device(pad_right(ids, 0, 8), device)
     positions = to_device(pad_right(positions, 0, 8), device)
@@ -1395,8 +1403,8 @@ def logits_of_shared_prompts(model, batch, rows):
 
 def make_optimizer(model, learning_rate):
     """Returns AdamW over the model's trained parameters. Another optimizer, or several parameter groups, go
-    here: all groups are scheduled, clipped and stepped, and each may have a rate of its own. Stepped are
-    those of self.optimizers with the name of a trained model; examples/muon.py has two for one model."""
+    here: all groups are scheduled, clipped and stepped, and each may have a rate of its own.
+    examples/muon.py has two optimizers for one model."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
     for group in optimizer.param_groups:  # a rate of its own keeps its ratio to learning_rate
@@ -1411,12 +1419,12 @@ def set_learning_rate(optimizer, learning_rate):
 
 
 def mini_batches(num_rows):
-    """Returns the row numbers of each optimizer step of a pass, MINI_BATCHES lists. In a single one their
-    order does not matter."""
+    """Returns the row numbers of each optimizer step of a pass, MINI_BATCHES lists of like size. In a single
+    one their order does not matter."""
     order = torch.arange(num_rows)
     if MINI_BATCHES > 1:
         order = torch.randperm(num_rows)
-    return [chunk.tolist() for chunk in order.chunk(MINI_BATCHES)]
+    return [chunk.tolist() for chunk in order.tensor_split(min(MINI_BATCHES, num_rows))]
 
 
 class GradientSum:
@@ -1493,8 +1501,8 @@ class GradientSum:
             torch.use_deterministic_algorithms(True, warn_only=True)
 
     def log_means(self, values, mask, num_tokens):
-        """Logs means over all tokens of the step. values: {name: (rows, R)}, of which mask selects tokens.
-        Refuses a loss of which the mean was taken before: the step would divide by the tokens twice."""
+        """Logs the sum over the micro-batches of values * mask / num_tokens. values: {name: (rows, R)}.
+        Refuses a loss that is a mean already: the step would divide by the tokens twice."""
         for name, x in values.items():
             if x.shape != mask.shape:
                 fault = f"{name} has the shape {tuple(x.shape)}, not {tuple(mask.shape)}"
@@ -2018,7 +2026,7 @@ def shipped_evaluation(trainer):
     if not trains_on_own or not evaluates_on_shipped or not trainer.eval_rows:
         return []
     hint = "set EVAL_DATASETS to held-out rows of yours, or to [] for no evaluation"
-    fault = "TRAIN_DATASETS is your own data, but EVAL_DATASETS, which best/ follows, is still the shipped"
+    fault = "TRAIN_DATASETS is your own data, but EVAL_DATASETS, for evaluation, is still the shipped one"
     return [f"NOTE: {fault}: {hint}"]
 
 
@@ -2224,7 +2232,7 @@ def load_adapter(model, saved, config):
 
 @contextmanager
 def without_adapter(model):
-    """Inside the block a model with an adapter is the frozen model; another model is what it is."""
+    """Inside the block a model with an adapter is the frozen model; any other is unchanged."""
     has_adapter = hasattr(model, "peft_config")
     if has_adapter:
         model.disable_adapters()
@@ -2662,7 +2670,7 @@ def get_rng_state():
     name, keys, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
     state["torch"] = torch.get_rng_state().tolist()
-    if torch.cuda.is_initialized():  # of dropout, or of what a function of yours draws
+    if torch.cuda.is_initialized():  # for functions of yours that draw there
         state["cuda"] = torch.cuda.get_rng_state().tolist()
     return state
 
@@ -2971,7 +2979,7 @@ class Run:
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
         self.evals_since_best = 0  # evaluations since patience_value rose
-        self.is_stopped = False  # True, set on all processes: no step follows this one, nor after a restart
+        self.is_stopped = False  # True, set on all processes: this step is the last, also after a restart
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
@@ -3502,7 +3510,7 @@ def read_value(text, allowed):
 def check_constants():
     """Refuses numbers out of range and unknown words before anything is loaded or written. Warns of names
     that nothing in this file reads, such as a misspelt constant that was pasted at its top."""
-    names_in_file = Counter(re.findall(r"[A-Z]\w+", Path(__file__).read_text()))
+    names_in_file = Counter(re.findall(r"[A-Z]\w*", Path(__file__).read_text()))
     for key in constants():
         if names_in_file[key] < 2 and rank() == 0:  # it stands where it is set, and nowhere else
             hint = did_you_mean(key, constants().keys() - {key})
@@ -3611,9 +3619,8 @@ def ask_environment(episodes, model, tokenizer):
 
 
 def next_texts(episodes):
-    """Returns what ENVIRONMENT says next in each episode; they are asked at the same time, so that the one
-    time limit of the process is that of each call. A single one is asked in the main thread, because only
-    there signals work."""
+    """Returns what ENVIRONMENT says next in each episode. All are asked at once, so that one time limit
+    serves each call. With one thread it is asked in the main thread, because only there signals work."""
     with time_limit(), ThreadPoolExecutor(ENVIRONMENT_THREADS) as pool:
         if ENVIRONMENT_THREADS == 1:
             return list(map(next_text, episodes))
@@ -3712,7 +3719,8 @@ def check_choices(trainer):
         )
     if LOSS_TYPE == "gspo" and CLIP_RANGE > 0.01:
         trainer.run.log(
-            f"LOSS_TYPE = 'gspo' with CLIP_RANGE = {CLIP_RANGE}: its paper has 3e-4 and 4e-4 (HIGH)"
+            f"LOSS_TYPE = 'gspo' with CLIP_RANGE = {CLIP_RANGE}: its paper takes 3e-4 and, for "
+            "CLIP_RANGE_HIGH, 4e-4"
         )
     if LOSS_TYPE in ("cispo", "sapo") and DUAL_CLIP is not None:
         raise UserError(
@@ -3793,8 +3801,9 @@ def score_again(trainer, batch, chunks):
         return response_logprobs(trainer.actor, batch, rows, TEMPERATURE)[0]
 
     batch.logprobs = batch.logprobs.clone()
-    for rows, logprobs in zip(micros, map_over_ranks(micros, compute)):
-        batch.logprobs[to_device(rows, trainer.device), : logprobs.shape[1]] = logprobs.to(trainer.device)
+    with full_parameters(trainer.actor):
+        for rows, logprobs in zip(micros, map_over_ranks(micros, compute)):
+            batch.logprobs[to_device(rows, trainer.device), : logprobs.shape[1]] = logprobs.to(trainer.device)
 
 
 def is_distillation(trainer):
@@ -3825,7 +3834,7 @@ def replace_flat_groups(batch, is_flat, new):
     keep = (~is_flat).repeat_interleave(GROUP_SIZE).nonzero().squeeze(-1).tolist()
 
     def join(kept, added):
-        if isinstance(kept, float):
+        if isinstance(kept, float):  # batch.flat_groups: the fraction before any replacement
             return kept
         if isinstance(kept, dict):
             return {key: join(kept[key], added[key]) for key in kept}

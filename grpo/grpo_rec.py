@@ -953,15 +953,15 @@ def load_pretrained(auto_class, path, constant, **options):
     try:
         return auto_class.from_pretrained(path, trust_remote_code=False, **options)
     except Exception as error:  # transformers, safetensors and tokenizers raise many types
-        why = "cannot be loaded"
+        why = f"cannot be loaded ({first_line(error)})"
         if not Path(path).exists():
-            why = "no such folder, and the hub has no such model"
+            why = f"no such folder, and the hub gave no model ({first_line(error)})"
         elif Path(path).is_dir() and not (Path(path) / "config.json").exists():
             why = "that folder holds no model, no config.json"
             found = sorted([*Path(path).glob("*/config.json"), *Path(path).glob("*/*/config.json")])
             if found:
                 why += f"; {found[0].parent} does"
-        raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
+        raise UserError(f"{constant} = {str(path)!r}: {why}") from None
 
 
 def vocab_size(model):
@@ -1016,7 +1016,7 @@ def unbatched_logits(model, batch):
 
 def disagreement(model, compute):
     """compute() returns two tensors (tokens, ...) that should be equal. Returns "" if they differ by rounding
-    alone, else a description. Real mistakes are as large as the values."""
+    alone, else a description. A real fault is about as large as the values."""
     try:
         values, wanted = compute()
     except Exception as error:  # a model that is not made for this may raise any type
@@ -1484,7 +1484,7 @@ def logits_of_shared_prompts(model, batch, rows):
         ids += response[:added]
         positions += range(prompt_length, prompt_length + added)
         owner += [i + 1] * added
-    # Widths are multiples of 8: for others a GPU's kernels copy the mask. Padding sees itself alone
+    # Widths are multiples of 8: for others a GPU's kernels copy the mask. Padding sees other padding
     ids, positions, owner = zip(*sequences)
     ids = to_device(pad_right(ids, 0, 8), device)
     positions = to_device(pad_right(positions, 0, 8), device)
@@ -1512,8 +1512,8 @@ def logits_of_shared_prompts(model, batch, rows):
 
 def make_optimizer(model, learning_rate):
     """Returns AdamW over the model's trained parameters. Another optimizer, or several parameter groups, go
-    here: all groups are scheduled, clipped and stepped, and each may have a rate of its own. Stepped are
-    those of self.optimizers with the name of a trained model; examples/muon.py has two for one model."""
+    here: all groups are scheduled, clipped and stepped, and each may have a rate of its own.
+    examples/muon.py has two optimizers for one model."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
     for group in optimizer.param_groups:  # a rate of its own keeps its ratio to learning_rate
@@ -1528,12 +1528,12 @@ def set_learning_rate(optimizer, learning_rate):
 
 
 def mini_batches(num_rows):
-    """Returns the row numbers of each optimizer step of a pass, MINI_BATCHES lists. In a single one their
-    order does not matter."""
+    """Returns the row numbers of each optimizer step of a pass, MINI_BATCHES lists of like size. In a single
+    one their order does not matter."""
     order = torch.arange(num_rows)
     if MINI_BATCHES > 1:
         order = torch.randperm(num_rows)
-    return [chunk.tolist() for chunk in order.chunk(MINI_BATCHES)]
+    return [chunk.tolist() for chunk in order.tensor_split(min(MINI_BATCHES, num_rows))]
 
 
 class GradientSum:
@@ -1610,8 +1610,8 @@ class GradientSum:
             torch.use_deterministic_algorithms(True, warn_only=True)
 
     def log_means(self, values, mask, num_tokens):
-        """Logs means over all tokens of the step. values: {name: (rows, R)}, of which mask selects tokens.
-        Refuses a loss of which the mean was taken before: the step would divide by the tokens twice."""
+        """Logs the sum over the micro-batches of values * mask / num_tokens. values: {name: (rows, R)}.
+        Refuses a loss that is a mean already: the step would divide by the tokens twice."""
         for name, x in values.items():
             if x.shape != mask.shape:
                 fault = f"{name} has the shape {tuple(x.shape)}, not {tuple(mask.shape)}"
@@ -1860,7 +1860,7 @@ def load_adapter(model, saved, config):
 
 @contextmanager
 def without_adapter(model):
-    """Inside the block a model with an adapter is the frozen model; another model is what it is."""
+    """Inside the block a model with an adapter is the frozen model; any other is unchanged."""
     has_adapter = hasattr(model, "peft_config")
     if has_adapter:
         model.disable_adapters()
@@ -2192,7 +2192,7 @@ def get_rng_state():
     name, keys, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
     state["torch"] = torch.get_rng_state().tolist()
-    if torch.cuda.is_initialized():  # of dropout, or of what a function of yours draws
+    if torch.cuda.is_initialized():  # for functions of yours that draw there
         state["cuda"] = torch.cuda.get_rng_state().tolist()
     return state
 
@@ -2501,7 +2501,7 @@ class Run:
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
         self.evals_since_best = 0  # evaluations since patience_value rose
-        self.is_stopped = False  # True, set on all processes: no step follows this one, nor after a restart
+        self.is_stopped = False  # True, set on all processes: this step is the last, also after a restart
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
@@ -3035,7 +3035,7 @@ def read_value(text, allowed):
 def check_constants():
     """Refuses numbers out of range and unknown words before anything is loaded or written. Warns of names
     that nothing in this file reads, such as a misspelt constant that was pasted at its top."""
-    names_in_file = Counter(re.findall(r"[A-Z]\w+", Path(__file__).read_text()))
+    names_in_file = Counter(re.findall(r"[A-Z]\w*", Path(__file__).read_text()))
     for key in constants():
         if names_in_file[key] < 2 and rank() == 0:  # it stands where it is set, and nowhere else
             hint = did_you_mean(key, constants().keys() - {key})

@@ -338,7 +338,7 @@ def load_model(auto_class, path, constant, device, dtype=torch.float32):
     """Returns the model of a folder or hub name, in evaluation mode. Missing or unexpected weights are an
     error."""
     if (Path(path) / "adapter_config.json").exists():
-        hint = "set the LORA_RANK it was trained with, or take its run's best/policy"
+        hint = "to resume its run set the LORA_RANK it had; as a model take its run's best/policy"
         raise UserError(f"{constant} = {str(path)!r} is a LoRA adapter: {hint}")
     config = load_pretrained(AutoConfig, path, constant)
     for part in (config, config.get_text_config()):
@@ -388,15 +388,15 @@ def load_pretrained(auto_class, path, constant, **options):
     try:
         return auto_class.from_pretrained(path, trust_remote_code=False, **options)
     except Exception as error:  # transformers, safetensors and tokenizers raise many types
-        why = "cannot be loaded"
+        why = f"cannot be loaded ({first_line(error)})"
         if not Path(path).exists():
-            why = "no such folder, and the hub has no such model"
+            why = f"no such folder, and the hub gave no model ({first_line(error)})"
         elif Path(path).is_dir() and not (Path(path) / "config.json").exists():
             why = "that folder holds no model, no config.json"
             found = sorted([*Path(path).glob("*/config.json"), *Path(path).glob("*/*/config.json")])
             if found:
                 why += f"; {found[0].parent} does"
-        raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
+        raise UserError(f"{constant} = {str(path)!r}: {why}") from None
 
 
 def vocab_size(model):
@@ -617,8 +617,8 @@ def sampled_accuracy(trainer, rows):
 
 def make_optimizer(model, learning_rate):
     """Returns AdamW over the model's trained parameters. Another optimizer, or several parameter groups, go
-    here: all groups are scheduled, clipped and stepped, and each may have a rate of its own. Stepped are
-    those of self.optimizers with the name of a trained model; examples/muon.py has two for one model."""
+    here: all groups are scheduled, clipped and stepped, and each may have a rate of its own.
+    examples/muon.py has two optimizers for one model."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
     for group in optimizer.param_groups:  # a rate of its own keeps its ratio to learning_rate
@@ -713,8 +713,8 @@ class GradientSum:
             torch.use_deterministic_algorithms(True, warn_only=True)
 
     def log_means(self, values, mask, num_tokens):
-        """Logs means over all tokens of the step. values: {name: (rows, R)}, of which mask selects tokens.
-        Refuses a loss of which the mean was taken before: the step would divide by the tokens twice."""
+        """Logs the sum over the micro-batches of values * mask / num_tokens. values: {name: (rows, R)}.
+        Refuses a loss that is a mean already: the step would divide by the tokens twice."""
         for name, x in values.items():
             if x.shape != mask.shape:
                 fault = f"{name} has the shape {tuple(x.shape)}, not {tuple(mask.shape)}"
@@ -1166,7 +1166,7 @@ def shipped_evaluation(trainer):
     if not trains_on_own or not evaluates_on_shipped or not trainer.eval_rows:
         return []
     hint = "set EVAL_DATASETS to held-out rows of yours, or to [] for no evaluation"
-    fault = "TRAIN_DATASETS is your own data, but EVAL_DATASETS, which best/ follows, is still the shipped"
+    fault = "TRAIN_DATASETS is your own data, but EVAL_DATASETS, for evaluation, is still the shipped one"
     return [f"NOTE: {fault}: {hint}"]
 
 
@@ -1519,7 +1519,7 @@ def get_rng_state():
     name, keys, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
     state["torch"] = torch.get_rng_state().tolist()
-    if torch.cuda.is_initialized():  # of dropout, or of what a function of yours draws
+    if torch.cuda.is_initialized():  # for functions of yours that draw there
         state["cuda"] = torch.cuda.get_rng_state().tolist()
     return state
 
@@ -1828,7 +1828,7 @@ class Run:
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
         self.evals_since_best = 0  # evaluations since patience_value rose
-        self.is_stopped = False  # True, set on all processes: no step follows this one, nor after a restart
+        self.is_stopped = False  # True, set on all processes: this step is the last, also after a restart
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
@@ -2357,7 +2357,7 @@ def read_value(text, allowed):
 def check_constants():
     """Refuses numbers out of range and unknown words before anything is loaded or written. Warns of names
     that nothing in this file reads, such as a misspelt constant that was pasted at its top."""
-    names_in_file = Counter(re.findall(r"[A-Z]\w+", Path(__file__).read_text()))
+    names_in_file = Counter(re.findall(r"[A-Z]\w*", Path(__file__).read_text()))
     for key in constants():
         if names_in_file[key] < 2 and rank() == 0:  # it stands where it is set, and nowhere else
             hint = did_you_mean(key, constants().keys() - {key})

@@ -916,15 +916,15 @@ def load_pretrained(auto_class, path, constant, **options):
     try:
         return auto_class.from_pretrained(path, trust_remote_code=False, **options)
     except Exception as error:  # transformers, safetensors and tokenizers raise many types
-        why = "cannot be loaded"
+        why = f"cannot be loaded ({first_line(error)})"
         if not Path(path).exists():
-            why = "no such folder, and the hub has no such model"
+            why = f"no such folder, and the hub gave no model ({first_line(error)})"
         elif Path(path).is_dir() and not (Path(path) / "config.json").exists():
             why = "that folder holds no model, no config.json"
             found = sorted([*Path(path).glob("*/config.json"), *Path(path).glob("*/*/config.json")])
             if found:
                 why += f"; {found[0].parent} does"
-        raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
+        raise UserError(f"{constant} = {str(path)!r}: {why}") from None
 
 
 # ---------------------------------------------------------------- records
@@ -1104,7 +1104,7 @@ def get_rng_state():
     name, keys, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
     state["torch"] = torch.get_rng_state().tolist()
-    if torch.cuda.is_initialized():  # of dropout, or of what a function of yours draws
+    if torch.cuda.is_initialized():  # for functions of yours that draw there
         state["cuda"] = torch.cuda.get_rng_state().tolist()
     return state
 
@@ -1413,7 +1413,7 @@ class Run:
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
         self.evals_since_best = 0  # evaluations since patience_value rose
-        self.is_stopped = False  # True, set on all processes: no step follows this one, nor after a restart
+        self.is_stopped = False  # True, set on all processes: this step is the last, also after a restart
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
@@ -1948,7 +1948,7 @@ def read_value(text, allowed):
 def check_constants():
     """Refuses numbers out of range and unknown words before anything is loaded or written. Warns of names
     that nothing in this file reads, such as a misspelt constant that was pasted at its top."""
-    names_in_file = Counter(re.findall(r"[A-Z]\w+", Path(__file__).read_text()))
+    names_in_file = Counter(re.findall(r"[A-Z]\w*", Path(__file__).read_text()))
     for key in constants():
         if names_in_file[key] < 2 and rank() == 0:  # it stands where it is set, and nowhere else
             hint = did_you_mean(key, constants().keys() - {key})

@@ -19,8 +19,8 @@ MUTANTS = [
     # alive in the audit, in its order
     (
         GRPO,
-        "token_weights(batch.response_mask[index], LOSS_TYPE, MAX_NEW_TOKENS) * ",
-        "token_weights(batch.response_mask, LOSS_TYPE, MAX_NEW_TOKENS)[index] * ",
+        "token_weights(step_mask, LOSS_TYPE, MAX_NEW_TOKENS) * ",
+        "token_weights(batch.response_mask, LOSS_TYPE, MAX_NEW_TOKENS)[step_index] * ",
         GRPO_ROWS + "[dapo]",
     ),
     (PPO, "copy.deepcopy(values[chunk])", "copy.deepcopy(values[: len(rows)])", CHUNKS + "[ppo]"),
@@ -84,8 +84,8 @@ MUTANTS = [
     # normalisers of mini-batches
     (
         GRPO,
-        "num_tokens = batch.response_mask[index].sum()",
-        "num_tokens = batch.response_mask.sum()",
+        "mask, step_mask.sum())",
+        "mask, batch.response_mask.sum())",
         GRPO_ROWS + "[dapo]",
     ),
     (

@@ -129,7 +129,7 @@ MUTANTS = [
         "view(len(batch.advantages), -1)[index, -width:]",
         OWN_TOKENS,
     ),
-    (GRPO, "        if advantages.dim() == 2:\n", "        if False:\n", PER_TOKEN),
+    (GRPO, "        if advantages.dim() == 2:", "        if False:", PER_TOKEN),
     # H5: RCE with an edited sampler
     (
         RCE,

@@ -318,8 +318,8 @@ MUTANTS = [
     ),
     (
         "grpo/grpo.py",
-        '"advantage_abs": batch.advantages.abs().mean()',
-        '"advantage_abs": batch.advantages.mean()',
+        "advantages, sizes = batch.advantages, batch.advantages.abs()",
+        "advantages, sizes = batch.advantages, batch.advantages",
         "tests/test_grpo.py::test_each_line_of_samples_is_of_one_response_and_metrics_are_means",
     ),
     (
@@ -728,7 +728,7 @@ MUTANTS = [
     # GRPO: the reference
     (
         GRPO,
-        "            if REFERENCE_SYNC_STEPS:\n",
+        "            if REFERENCE_SYNC_STEPS or has_moved:\n",
         "            if False:\n",
         IN_GRPO + "a_reference_that_follows_is_saved_and_comes_back",
     ),

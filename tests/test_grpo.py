@@ -1058,6 +1058,32 @@ def test_a_reference_that_follows_is_saved_and_comes_back(grpo, tmp_path):
     loaded = flat_weights(grpo(**settings, RESUME="yes").GRPOTrainer().reference)
     assert torch.equal(loaded, saved)
     assert (loaded != first).float().mean() > 0.5
+    # A run that no longer moves it keeps it, too
+    settings |= dict(REFERENCE_SYNC_STEPS=0, RESUME="yes")
+    grpo(**{**settings, "MAX_STEPS": 2}).GRPOTrainer().train()
+    last = grpo(**{**settings, "MAX_STEPS": 3}).GRPOTrainer()
+    assert last.run.step == 2 and torch.equal(flat_weights(last.reference), saved)
+
+
+def test_skipped_rows_do_not_dilute_the_kl_of_an_update(grpo):
+    trainer = grpo().GRPOTrainer()
+    batch = scored_batch(trainer, 4)
+    batch.advantages = torch.tensor([1.0, -1, 0, 0, 0, 0, 0, 0])
+    batch.logprobs = batch.logprobs + 0.1  # every ratio is exp(-0.1)
+    metrics = trainer.optimizer_step(batch, every_row(batch))
+    assert metrics["approx_kl"] == pytest.approx(math.exp(-0.1) - 1 + 0.1, rel=1e-3)
+
+
+def test_advantages_per_token_are_logged_as_means_over_each_response(grpo, monkeypatch):
+    trainer = grpo().GRPOTrainer()
+    batch = scored_batch(trainer, 4)
+    signs = 1 - 2 * (torch.arange(batch.response_mask.shape[1]) % 2)
+    batch.advantages = (3.0 * signs).expand_as(batch.response_mask)  # also in the padding
+    logged = {}
+    monkeypatch.setattr(trainer.run, "log_step", lambda metrics, *rest: logged.update(metrics))
+    zeros = dict.fromkeys(["policy_loss", "entropy", "learning_rate"], 0.0)
+    trainer.record(batch, zeros)
+    assert logged["advantage_abs"] == pytest.approx(3.0)
 
 
 def test_with_a_reference_flat_groups_are_trained_too(grpo, monkeypatch):

@@ -497,6 +497,18 @@ def test_sharded_models_make_the_same_run_to_rounding(file, count, dtype, tmp_pa
     nearly(tmp_path / "whole", tmp_path / "parts")
 
 
+def test_a_sharded_policy_is_scored_again_by_processes_with_unequal_shares(tmp_path):
+    """gspo in bfloat16 scores before its first update: two processes share three micro-batches."""
+    more = {"LOSS_TYPE": "gspo", "CLIP_RANGE": 3e-4, "CLIP_RANGE_HIGH": 4e-4, "DTYPE": "bfloat16"}
+    more |= {"MAX_STEPS": 1, "EVAL_DATASETS": [], "BATCH_SIZE": 3, "GRADIENT_ACCUMULATION_STEPS": 1}
+    more |= {"GROUP_SIZE": 4, "MICRO_BATCH_ROWS": 4}
+    words = words_of("grpo/grpo.py", OUTPUT_DIR=tmp_path / "parts", **more, SHARD="fsdp2")
+    ended = Processes(2, ROOT / "grpo/grpo.py", *words, PROCESS_TIMEOUT=20.0, OMP_NUM_THREADS=1).wait()
+    assert [end.returncode for end in ended] == [0, 0], ended
+    run(1, "grpo/grpo.py", tmp_path / "whole", **more)
+    nearly(tmp_path / "whole", tmp_path / "parts")
+
+
 @pytest.mark.sweep
 def test_whole_and_sharded_runs_go_on_from_each_others_checkpoints(alone, tmp_path):
     for first, then in (("fsdp2", "none"), ("none", "fsdp2")):
