@@ -11,13 +11,13 @@ The policy is fitted to the scored candidates y_1 .. y_n of each prompt x, to th
     1. mine      propose a greedy response, beams, samples at several temperatures and, if wanted, the data's
                  own solution; merge equal ones; score all by the cheap signal; verify the best and some
                  others with the reward (compute_rewards)
-    2. check up  log what the candidates are worth; tools/check_up.py adds a picture and a verdict: mine more,
-                 fix the reward, or train
+    2. check up  log what the candidates are worth; tools/check_up.py adds a picture and a verdict: mine more
+                 or fix the reward (both with RESUME=no), or train
     3. train     on the prompts whose candidates' rewards differ; a fifth of the prompts is kept to validate
     ROUNDS > 1   mine again with the policy so far, from further prompts
 
 gt_prob of a candidate is the probability that the policy gives to the gold answer after the candidate's
-working (its text up to ANSWER_FORM's mark): the product over the tokens of the answer and of what ends it,
+working (its text through ANSWER_FORM's mark): the product over the tokens of the answer and of what ends it,
 summed over distinct gold answers with their weights. It is at most 1, because no answer begins another.
 Deliberate choices:
 - validation is the accuracy of the policy's pick, its likeliest candidate, on held-back prompts of the first
@@ -27,7 +27,7 @@ Deliberate choices:
 - rewards are normalised at most once (WEIGHT_REWARDS).
 
 Shapes: rows = candidates of a step; R = tokens of the longest of them. A parameter `rows` beside a batch is a
-list of row numbers; batch.rows are records of the data.
+list of row numbers; batch.rows, and rows in mining, are prompts: records of the data.
 
     python rce/rce.py                                   # edit the constants below, or: KEY=VALUE, @FILE
     python rce/rce.py STAGE=mine, then python tools/check_up.py checkpoints/rce, then rce.py STAGE=train
@@ -148,14 +148,14 @@ MAX_EVAL_PROMPTS: int | None = 200
 VALIDATION_FRACTION = 0.2  # of the first round's prompts: never trained on
 
 # Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function; a function, or its name in
-# rewards/. Weight 0: a part for SOFT_REWARD, not for the score that is logged
+# rewards/. This score is logged in evaluation. Trained is r: REWARD_MODE makes it of HARD_REWARD, SOFT_REWARD
+# and gt_prob. Weight 0: a part for these, not for the score
 REWARD_FUNCTIONS = [("exact_answer", 1.0), ("rouge_l", 0.0)]
 REWARD_MODEL_WEIGHT = 1.0
 HARD_REWARD = "exact_answer"  # the part of REWARD_FUNCTIONS that is 1 for right, 0 for wrong candidates
-SOFT_REWARD = (
-    "rouge_l"  # the part that grades candidates, in [0, 1]; "reward_model": its score through a sigmoid
-)
-REWARD_MODE = "hard_only"  # function in rewards/ that makes r of these and gt_prob
+# The part that grades candidates, in [0, 1]; "reward_model": its score through a sigmoid
+SOFT_REWARD = "rouge_l"
+REWARD_MODE = "hard_only"  # function in rewards/ that makes r; add one of yours to _VALID_RANGES
 HYBRID_SCORE = "logprob"  # logprob or a reward: what REWARD_MODE = hybrid scales and mixes in
 SIMILARITY_WEIGHT = 0.0  # adds this times the reward SIMILARITY to the r of wrong candidates
 SIMILARITY = "rouge_l"
@@ -165,7 +165,7 @@ ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is
 REWARD_TIMEOUT: float | None = 600.0  # seconds to score one batch of responses; None: no limit
 
 # Mining
-MINE_PROMPTS: int | None = 320  # of the first round; None: all. Later rounds take as many as it trained on
+MINE_PROMPTS: int | None = 320  # of the first round; None: all. Later rounds: less those held back
 GREEDY = True  # propose the greedy response
 BEAMS = 2  # propose the responses of a beam search of this width; 0: none
 GROUP_SIZE = 13  # sampled responses per prompt, dealt out over SAMPLE_TEMPERATURES
@@ -176,11 +176,11 @@ VERIFY_TOP: int | None = None  # how many of a prompt's best candidates are veri
 VERIFY_RANDOM = 2  # how many of its others are verified, at random
 MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
 MAX_NEW_TOKENS = 64
-TEMPERATURE = 1.0  # > 0; of the policy that is trained and evaluated and whose log-probabilities are logged
+TEMPERATURE = 1.0  # > 0; divides the logits in training, evaluation and logged log-probabilities
 EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
 
 # Training
-BATCH_SIZE = 32  # prompts scored at a time
+BATCH_SIZE = 32  # prompts mined at a time
 MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: chosen from the memory
 GRADIENT_ACCUMULATION_STEPS = 1  # a step has BATCH_SIZE * this prompts; MICRO_BATCH_ROWS bounds memory
 TAU = 0.1  # > 0; small: only the best candidates, large: all alike
@@ -204,7 +204,7 @@ SAVE_EVERY_N_STEPS = 25  # 0: only after each round
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 8  # 0: only before the first and after each round
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better pick before the run ends; 0: never
-EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
+EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest pick_accuracy
 LOG_SAMPLES = 4  # candidates per step written to samples.jsonl
 RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or a run
 OUTPUT_DIR = f"{ROOT}/checkpoints/rce"
@@ -234,6 +234,7 @@ _VALID_RANGES = {  # (smallest, largest) value or allowed words, where a bad val
     "MAX_STEPS NUM_EPOCHS EVAL_SAMPLES MINE_PROMPTS VERIFY_TOP KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
     "PLATEAU_PATIENCE MAX_TRAIN_PROMPTS MICRO_BATCH_ROWS EVALUATE_SAMPLES": (1, 1e12),
     "MAX_EVAL_PROMPTS WARMUP_STEPS LOG_SAMPLES SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS WEIGHT_DECAY": (0, 1e12),
+    "BEAMS VERIFY_RANDOM": (0, 1e12),
     "TAU TAU_END TEMPERATURE MAX_GRAD_NORM LORA_ALPHA GOLD_FULL_COUNT REWARD_TIMEOUT": (1e-6, 1e9),
     "LEARNING_RATE SIMILARITY_WEIGHT LORA_RANK": (0, 1e6),
     "VALIDATION_FRACTION": (0, 0.9),
@@ -274,19 +275,19 @@ def sampling_logprobs(logits, temperature):
     return full_logprobs(logits, temperature)
 
 
-def rce_loss(logprobs, mask, weights, prompts, length_normalise):
+def rce_loss(logprobs, mask, weights, num_prompts, length_normalise):
     """Returns these rows' share of the step's loss: the sum of weight * -log pi(row), divided by the number
     of prompts in the whole step. logprobs, mask (rows, R); weights (rows,)."""
     row_logprobs = (logprobs * mask).sum(1)
     if length_normalise:
         row_logprobs = row_logprobs / mask.sum(1)
-    return -(weights * row_logprobs).sum() / prompts
+    return -(weights * row_logprobs).sum() / num_prompts
 
 
 def shaped_rewards(candidates):
     """Returns r of one prompt's candidates: by REWARD_MODE, and with SIMILARITY added to wrong ones."""
-    hybrid_score = "logprob" if HYBRID_SCORE == "logprob" else f"reward/{HYBRID_SCORE}"
-    shaped = rewards_by_mode(candidates, hybrid_score)
+    mixed_score = "logprob" if HYBRID_SCORE == "logprob" else f"reward/{HYBRID_SCORE}"
+    shaped = rewards_by_mode(candidates, mixed_score)
     if SIMILARITY_WEIGHT == 0:
         return shaped
     hard = column(candidates, "hard")
@@ -314,7 +315,9 @@ class RCETrainer:
         self.device = find_device()
         self.run = Run("rce", resume_from_checkpoint, self.device)
         self.run.best_by = ["pick_accuracy", "reward"]
-        if STAGE != "train":  # which starts from candidates and does not make them
+        if STAGE == "train" or CANDIDATES:  # the first round's candidates are given, so they stay
+            self.run.old_files += ["candidates_round_[!1]*", "candidates_round_1[0-9]*"]
+        else:
             self.run.old_files.append("candidates_*")
         name = "/".join(Path(ACTOR_MODEL).parts[-2:])
         self.run.title = f"RCE ({REWARD_MODE}, tau {TAU:g}), {name}, seed {SEED}"
@@ -323,8 +326,8 @@ class RCETrainer:
         self.run.phase_names = {"train": "mined candidates", "eval": "the policy, held out"}
         for label, keys in PLOT_PANELS:
             self.run.panels.append((label, [key.replace("pass@k", pass_at_k) for key in keys]))
-        # compute_rewards() fills it for the log: {name: (rows,)}. score_over_ranks() empties it before each
-        # call and returns what it finds
+        # compute_rewards() fills it: {name: (rows,)}, of which HARD_REWARD and SOFT_REWARD are two.
+        # score_over_ranks() empties it before each call and returns what it finds
         self.reward_parts = {}
         self.load_models()
         self.train_rows = load_prompts(self, TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS)
@@ -332,13 +335,15 @@ class RCETrainer:
         check_models(self.models_by_constant, self.train_rows, self.pad_id)
         self.rows = {row["id"]: row for row in self.train_rows}  # train_rows become those of the round
         if len(self.rows) < len(self.train_rows):
-            raise UserError("TRAIN_DATASETS: two files have one name, and candidates go by it: rename one")
+            raise UserError(
+                "TRAIN_DATASETS has a data set twice, and candidates go by path and line: name it once"
+            )
         # What a checkpoint keeps beside weights, optimizers and generators. order: this epoch's permutation;
         # to_train: how many prompts the round trains on, a guess until it is mined; candidates: the digest of
         # each round's file; responses: how many were proposed
         to_train = math.ceil((MINE_PROMPTS or len(self.rows)) * (1 - VALIDATION_FRACTION))
-        self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=len(self.train_rows))
-        vars(self.state).update(round=1, round_start=0, to_train=to_train, candidates={}, responses=0)
+        self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=len(self.train_rows), round=1)
+        vars(self.state).update(round_start=0, to_train=to_train, candidates={}, responses=0)
         self.run.register(self.state, self.models, self.optimizers, self.tokenizer)
         self.to_copy = check_candidates(self.run.checkpoint, self.state.candidates)
         self.plan_steps()
@@ -349,8 +354,8 @@ class RCETrainer:
         self.actor = load_trained(self.run, "policy", AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL")
         self.pad_id = padding_id(self.actor, self.tokenizer)
         self.eos_ids = ids_of_ends(self.actor, self.tokenizer)
-        self.models = {"policy": self.actor}  # saved; by their checkpoint folder
-        self.models_by_constant = {"ACTOR_MODEL": self.actor}  # read the responses
+        self.models = {"policy": self.actor}  # saved in a checkpoint, by the name of their folder
+        self.models_by_constant = {"ACTOR_MODEL": self.actor}  # all that read prompts and responses
         self.reward_model, self.reward_tokenizer = load_reward_model(REWARD_MODEL, self.device)
         if not REWARD_MODEL and not REWARD_FUNCTIONS:
             raise UserError("REWARD_MODEL is None and REWARD_FUNCTIONS is empty: set at least one of them")
@@ -367,7 +372,7 @@ class RCETrainer:
             if run.checkpoint and rank() == 0:
                 self.tidy_candidates()
             run.save()  # the first round mines from this checkpoint
-            for _ in range(self.state.round, self.rounds + 1):
+            for _ in range(self.state.round, self.rounds + 1):  # train_round() counts state.round up
                 if run.is_over() or not self.prepare_round() or STAGE == "mine":
                     break
                 self.train_round()
@@ -378,7 +383,9 @@ class RCETrainer:
         in another folder."""
         archived = list(filter(Path.exists, self.to_copy.values()))
         for path in Path(OUTPUT_DIR).glob("candidates_round_*"):
-            if int("0" + re.sub(r"\D", "", path.name)) > self.state.round:
+            if (
+                int("0" + re.sub(r"\D", "", path.name)) > self.state.round
+            ):  # the digits are the round's number
                 archived.append(path)
         archive_old_run(archived, OUTPUT_DIR, self.run.log)
         for source, path in self.to_copy.items():
@@ -406,27 +413,40 @@ class RCETrainer:
 
     def prepare_round(self):
         """Mines or reads this round's candidates, checks new ones up, and chooses the prompts to train on.
-        Returns False if a signal stopped the mining."""
+        Returns False if a signal stopped the mining, or if a later round has nothing to train on."""
         path = candidates_path(self.state.round)
         number = str(self.state.round)
         is_new = number not in self.state.candidates
-        if is_new and not path.exists():
-            if STAGE == "train" or (CANDIDATES and self.state.round == 1):
+        if is_new and CANDIDATES and self.state.round == 1:
+            if not path.exists():
+                raise UserError(f"there are no candidates at {path}: correct CANDIDATES")
+        elif is_new and STAGE == "train":
+            if not path.exists():
                 raise UserError(f"there are no candidates at {path}: run STAGE=mine first, or set CANDIDATES")
-            if not self.mine(path):
-                return False
+        elif is_new and not self.mine(path):
+            return False
         groups = read_candidates(path, self.rows, vocab_size(self.actor))
         self.split()
         self.choose_rows(groups)
         if is_new:
             _, lists = zip(*groups)
-            proposed = sum(map(len, column(itertools.chain(*lists), "source")))
+            proposed = sum(len(candidate["source"]) for candidates in lists for candidate in candidates)
             figures = check_up(lists, proposed, path, self.run.log)
             self.state.responses += proposed
             counts = {"round": self.state.round, "responses": self.state.responses}
             self.run.write_metrics("mine", {**counts, **figures})
         if not self.train_rows:
-            raise UserError(f"{path}: each prompt's candidates have equal rewards: nothing to train on")
+            fault = "there is nothing to train on: a prompt needs two verified candidates of unequal rewards"
+            if self.state.round == 1:
+                raise UserError(f"{path}: {fault}")
+            self.run.log(f"Round {number} ends the run, because in {path} {fault}")
+            return False
+        if not is_new and len(self.train_rows) != self.state.to_train:  # state.order is over those prompts
+            fault = (
+                f"leaves {len(self.train_rows)} prompts to train on, and left {self.state.to_train} before"
+            )
+            hint = "set REWARD_MODE, VALIDATION_FRACTION and what else decides it back, or RESUME=no"
+            raise UserError(f"{path} {fault} the run was stopped: {hint}")
         self.state.to_train = len(self.train_rows)
         self.plan_steps()
         if is_new:
@@ -466,7 +486,7 @@ class RCETrainer:
         batch = make_batch(column(rows, "ids"), column(candidates, "token_ids"), self.device)
         batch.rows, batch.candidates, batch.rewards = rows, candidates, row_rewards
         batch.weights = torch.tensor(row_weights, device=self.device)  # (rows,)
-        batch.prompts = len(chosen)
+        batch.num_prompts = len(chosen)
         batch.facts = {
             "tau": tau,
             "effective_candidates": sum(effective) / len(chosen),
@@ -488,7 +508,7 @@ class RCETrainer:
                 index = to_device(rows, self.device)
                 mask = batch.response_mask[index, : max_response_length(batch, rows)]
                 logprobs, entropy = response_logprobs(self.actor, batch, rows, TEMPERATURE, full_logprobs)
-                loss = rce_loss(logprobs, mask, batch.weights[index], batch.prompts, LENGTH_NORMALISE)
+                loss = rce_loss(logprobs, mask, batch.weights[index], batch.num_prompts, LENGTH_NORMALISE)
                 gradients.backward(self.actor, loss)
                 gradients.log_sum("policy_loss", loss.detach())
                 gradients.log_means({"entropy": entropy}, mask, num_tokens)
@@ -501,7 +521,7 @@ class RCETrainer:
 
     def plan_steps(self):
         """Sets the step at which this round ends, and the run's last step if later rounds train on as many
-        prompts. Both follow from the state alone, so a resumed run plans the same."""
+        prompts. Both follow from the state and constants, so a resumed run plans the same."""
         steps = NUM_EPOCHS * math.ceil(self.state.to_train / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
         rounds_left = max(0, self.rounds - self.state.round + 1)
         self.round_end = self.state.round_start + steps
@@ -529,11 +549,20 @@ class RCETrainer:
     # ------------------------------------------------------------ mining
 
     def mine(self, path):
-        """Mines this round's prompts into the file `path`. Returns False if a signal stopped it."""
+        """Mines this round's prompts into the file `path`, or checks that the file was mined with the same
+        constants. Returns False if a signal stopped it."""
+        facts = mining_facts()
+        if self.state.round > 1:  # whose prompts are those not held back
+            facts = mining_facts(VALIDATION_FRACTION=VALIDATION_FRACTION)
+        if path.exists():
+            mined_with = read_parquet(path)[1]
+            if mined_with:  # else the file is not this program's
+                check_facts(path, mined_with, facts, facts, "start afresh with RESUME=no")
+            return True
         rows = self.round_rows()
         with full_parameters(self.actor, self.reward_model):
             return mine_in_chunks(
-                self.run, path, rows, BATCH_SIZE, mining_facts(), self.mine_chunk, read_parquet, write_parquet
+                self.run, path, rows, BATCH_SIZE, facts, self.mine_chunk, read_parquet, write_parquet
             )
 
     def round_rows(self):
@@ -546,6 +575,7 @@ class RCETrainer:
         if self.state.round == 1:
             return first_round
         self.split()
+        # The first `count` of the rows that are not held back were mined in the first round
         count = len(first_round) - sum(map(self.is_held_back, first_round))
         rows = list(itertools.filterfalse(self.is_held_back, rows))
         start = (self.state.round - 1) * count
@@ -566,8 +596,12 @@ class RCETrainer:
         self.score_gold(candidates)
         for row, group in zip(rows, groups):
             self.choose_verified(row, group)
-        self.verify([c for c in candidates if c["eval_mode"] == "verified"])
-        # Only a prompt with right and wrong candidates teaches: verify all where one of both is missing
+        chosen = [c for c in candidates if c["eval_mode"] == "verified"]
+        self.verify(chosen)
+        if all(c["eval_failed"] for c in chosen):
+            why = chosen[-1]["eval_error"]
+            raise UserError(f"the reward failed for every one of {len(chosen)} candidates: {why}")
+        # Right beside wrong candidates teach the most: verify all of a prompt where either is missing
         unverified = []
         for group in groups:
             if not {0, 1} <= set(column(group, "hard")):
@@ -590,7 +624,9 @@ class RCETrainer:
             for i, ids in enumerate(beam_search(self.actor, prompts, eos, self.pad_id)):
                 proposals.append((i // BEAMS, ids, "beam", None))
         for k, temperature in enumerate(SAMPLE_TEMPERATURES):
-            count = len(range(k, GROUP_SIZE, len(SAMPLE_TEMPERATURES)))  # GROUP_SIZE dealt out in turn
+            # GROUP_SIZE is dealt out in turn
+            count, left = divmod(GROUP_SIZE, len(SAMPLE_TEMPERATURES))
+            count += k < left
             if count == 0:
                 continue
             uniform = torch.empty(len(rows), count, MAX_NEW_TOKENS)
@@ -607,15 +643,15 @@ class RCETrainer:
 
         groups = defaultdict(dict)  # {index of the prompt: {token ids: candidate}}
         for i, ids, source, temperature in proposals:
-            candidate = {"prompt_id": rows[i]["id"], "prompt": as_text(rows[i]["prompt"]), "token_ids": ids}
-            candidate |= {"source": [], "temperature": []}
-            candidate["text"] = self.tokenizer.decode(ids, skip_special_tokens=True)
-            candidate["truncated"] = ids[-1] not in eos
-            candidate = groups[i].setdefault(tuple(ids), candidate)
-            candidate["source"].append(source)
-            candidate["temperature"].append(temperature)
-        if len(groups) < len(rows):
-            raise UserError("nothing proposes a candidate: set GREEDY = True, or BEAMS to 1 or more")
+            key = tuple(ids)
+            if key not in groups[i]:
+                new = {"prompt_id": rows[i]["id"], "prompt": as_text(rows[i]["prompt"]), "token_ids": ids}
+                new |= {"source": [], "temperature": []}
+                new["text"] = self.tokenizer.decode(ids, skip_special_tokens=True)
+                new["truncated"] = ids[-1] not in eos
+                groups[i][key] = new
+            groups[i][key]["source"].append(source)
+            groups[i][key]["temperature"].append(temperature)
         return [list(groups[i].values()) for i in range(len(rows))]
 
     def prompt_generator(self, row, use):
@@ -648,9 +684,10 @@ class RCETrainer:
                 '("output"), or set CHEAP_SIGNAL to "logprob"'
             )
         ranked = sorted(range(len(group)), key=lambda i: -group[i][CHEAP_SIGNAL])  # ties stay as proposed
-        others = ranked[VERIFY_TOP or len(ranked) :]
+        top = VERIFY_TOP or len(ranked)
+        others = ranked[top:]
         order = torch.randperm(len(others), generator=self.prompt_generator(row, "verify")).tolist()
-        chosen = set(ranked[:VERIFY_TOP])
+        chosen = set(ranked[:top])
         for i in order[:VERIFY_RANDOM]:
             chosen.add(others[i])
         for i, candidate in enumerate(group):
@@ -659,7 +696,7 @@ class RCETrainer:
             candidate.update(eval_failed=False, eval_error=None, hard=None, soft=None)
 
     def verify(self, candidates):
-        """Scores candidates with the reward, all in one call. If that raises, they are scored one by one, and
+        """Scores candidates with the reward, many in a call. If that raises, they are scored one by one, and
         those that raise are marked as failed."""
         if not candidates:
             return
@@ -674,9 +711,6 @@ class RCETrainer:
                     why = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
                     candidate |= {"eval_failed": True, "eval_mode": "failed", "eval_error": why}
                     candidate |= {"hard": None, "soft": None}
-            if not scored:
-                count = len(candidates)
-                raise UserError(f"the reward failed for every one of {count} candidates: {why}") from None
         for candidate, reward_parts in scored:
             take_reward_parts(candidate, reward_parts)
 
@@ -695,7 +729,7 @@ class RCETrainer:
 
     def score_gold(self, candidates):
         """Sets gt_prob of each candidate; None if the row has no gold answer."""
-        prompts, responses = [], []  # of each gold answer, after its candidate's working
+        prompts, responses = [], []  # one of each for every pair of candidate and gold answer
         golds_of = []  # of each candidate: how many tokens its working has, its gold answers
         for candidate, row in zip(candidates, self.rows_of(candidates)):
             working, golds = gold_after_working(self.tokenizer, row, candidate["token_ids"])
@@ -703,6 +737,11 @@ class RCETrainer:
             for ids, _ in golds:
                 prompts.append(row["ids"])
                 responses.append(working + ids)
+        longest = max((len(p) + len(r) for p, r in zip(prompts, responses)), default=0)
+        if longest > max_positions(self.actor):
+            fault = f"reads at most {max_positions(self.actor)} tokens, but a prompt, its response and a gold"
+            hint = "lower MAX_PROMPT_TOKENS or MAX_NEW_TOKENS"
+            raise UserError(f"ACTOR_MODEL {fault} answer have {longest}: {hint}")
         logprobs = iter(())  # of each response: its tokens'
         if prompts:
             logprobs = iter(self.token_logprobs(prompts, responses).double())
@@ -716,15 +755,15 @@ class RCETrainer:
     # ------------------------------------------------------------ rewards
 
     def score_responses(self, batch):
-        """Calls compute_rewards() with the responses of BATCH_SIZE prompts at a time. Returns the scores,
-        (rows,), and the reward's parts, {name: (rows,)}."""
+        """Calls compute_rewards() with at most BATCH_SIZE * GROUP_SIZE responses at a time. Returns the
+        scores, (rows,), and the reward's parts, {name: (rows,)}."""
         with full_parameters(self.reward_model):
             scores, reward_parts = score_over_ranks(self, "compute_rewards", self.compute_rewards, batch)
         return scores.to(self.device), reward_parts
 
     def compute_rewards(self, prompts, responses, answers, **columns):
         """Returns the score of each response, (rows,). Edit or override it freely. columns: what reward
-        functions may take by name. self.reward_parts is what is logged."""
+        functions may take by name. self.reward_parts must get HARD_REWARD and SOFT_REWARD."""
         total = torch.zeros(len(responses))
         if self.reward_model:
             self.reward_parts["reward_model"] = self.reward_model_score(prompts, responses).cpu()
@@ -822,7 +861,7 @@ class RCETrainer:
             **metrics,
             **batch.facts,
             "reward": row_rewards.mean().item(),
-            "weighted_reward": (batch.weights.cpu() * row_rewards).sum().item() / batch.prompts,
+            "weighted_reward": (batch.weights.cpu() * row_rewards).sum().item() / batch.num_prompts,
             "candidates": len(batch.rows),
             "response_length": lengths.mean().item(),
         }
@@ -3282,7 +3321,8 @@ class Run:
         if self.stop_signal:
             return f"Stopped at step {self.step}: start it again to continue"
         if STAGE == "mine":
-            return f"Mined: {candidates_path(min(self.state.round, ROUNDS))}; STAGE=train trains on it"
+            stage = "train" if self.state.round == 1 else "all"
+            return f"Mined: {candidates_path(min(self.state.round, ROUNDS))}; STAGE={stage} trains on it"
         policy = self.folder / "best/policy"
         if not policy.exists():
             policy = self.checkpoint / "policy"
@@ -3679,8 +3719,8 @@ def check_facts(path, mined_with, facts, keys, todo):
 
 def mine_in_chunks(run, path, rows, chunk_size, facts, mine, read, write):
     """Writes the records of mine(rows) into `path`, chunk_size rows at a time. Returns False if a signal
-    stopped it. Each chunk has a file of its own until all are mined, and depends on policy and constants
-    alone, so a killed run goes on."""
+    stopped it. Each chunk has a file of its own until all are mined. Its records depend on policy and
+    constants alone, so a killed run goes on."""
     folder = path.with_suffix(".parts")
     folder.mkdir(parents=True, exist_ok=True)
     files = {}  # {number of a chunk's first row: its file}
@@ -3696,8 +3736,8 @@ def mine_in_chunks(run, path, rows, chunk_size, facts, mine, read, write):
             chunks[start] = records
             broadcast_from_rank0(partial(write, records, files[start], facts))
         num_mined = min(len(chunks) * chunk_size, len(rows))
-        seconds = (time.perf_counter() - began) / (done + len(starts)) * (len(files) - len(chunks))
-        time_left = timedelta(seconds=round(seconds))
+        seconds_per_chunk = (time.perf_counter() - began) / (done + len(starts))
+        time_left = timedelta(seconds=round(seconds_per_chunk * (len(files) - len(chunks))))
         run.log(f"{path.stem}: mined {num_mined}/{len(rows)}, {time_left} left in mining")
         if run.agree_on_stop():
             return False
@@ -3726,19 +3766,20 @@ def read_chunks(files, facts, read, log):
 
 
 def policy_pick(candidates):
-    """Returns the index of the policy's pick: its greedy response, else its best beam, else the likeliest."""
+    """Returns the index of what the policy picked in mining: its greedy response; without one its best beam,
+    where beams have scores; else the likeliest."""
 
     def preference(i):
         scores = candidates[i].get("beam_score"), candidates[i].get("logprob")
-        scores = [-math.inf if score is None else score for score in scores]  # 0.0 is a log-probability, too
+        scores = [-math.inf if score is None else score for score in scores]  # 0.0 is a score, not a gap
         return ("greedy" in candidates[i]["source"], *scores)
 
     return max(range(len(candidates)), key=preference)
 
 
 def check_up(groups, proposed, path, log):
-    """Logs and returns {name: figure} of candidates, one list per prompt. The figures after "proposed" are
-    means over the usable candidates, or over the prompts that have some."""
+    """Logs and returns {name: figure} of candidates, one list per prompt. The last five are means over the
+    usable candidates, or over the prompts that have some."""
     marks = []  # hard rewards of all usable candidates
     facts = []  # of each prompt that has some
     for group in filter(None, map(usable, groups)):
@@ -3756,9 +3797,9 @@ def check_up(groups, proposed, path, log):
         "accuracy of the policy's pick": means[2],
         "accuracy of the oracle": means[3],
     }
-    lines = [f"Check-up; more of it: python tools/check_up.py {path}"]
+    lines = [f"Check-up (more: python tools/check_up.py {path}):"]
     for name, value in figures.items():
-        digits = 0 if value > 1 else 3
+        digits = 0 if isinstance(value, int) else 3
         lines.append(f"    {name:<32}{value:>9,.{digits}f}")
     log("\n".join(lines))
     failed = [c for group in groups for c in group if c["eval_failed"]]
@@ -3768,7 +3809,7 @@ def check_up(groups, proposed, path, log):
     return figures
 
 
-# ---------------------------------------------------------------- proposals and what the reward says of them
+# ---------------------------------------------------------------- proposals and their rewards
 
 
 def beam_search(model, prompts, eos, pad_id):
@@ -3808,8 +3849,8 @@ def solutions(tokenizer, row):
 
 
 def check_sampler(model, batch):
-    """Refuses a policy whose greedy responses score otherwise than they were sampled, or as NaN. Both are
-    log-probabilities of sampling_logprobs(), which may be edited."""
+    """Refuses a policy that scores its greedy responses differently from when it sampled them, or as NaN.
+    Both are log-probabilities of sampling_logprobs(), which may be edited."""
     scored = batch_logprobs(model, batch, sampling_logprobs).double().sum(1)
     sampled = batch.logprobs.double().sum(1)
     difference = (scored - sampled).abs() / batch.response_lengths.clamp(min=10)
@@ -3817,8 +3858,8 @@ def check_sampler(model, batch):
     tolerance = 1e-3 if DTYPE == "float32" else 0.05
     if not mean <= tolerance:
         raise UserError(
-            f"ACTOR_MODEL = {ACTOR_MODEL!r} scores responses {mean:.2g} nats per token from what it gave "
-            f"them (DTYPE = {DTYPE}): no reward could be trusted"
+            f"the policy of ACTOR_MODEL = {ACTOR_MODEL!r} scores responses {mean:.2g} nats per token off "
+            f"what sampling gave them (DTYPE = {DTYPE}): its log-probabilities cannot be trusted"
         )
 
 
@@ -3854,9 +3895,10 @@ def gold_probability(logprobs, weights):
 
 def gold_after_working(tokenizer, row, token_ids):
     """Returns a response's working as ids, and [(ids, weight)] of each distinct gold answer of the row after
-    it. The working reaches up to the last of ANSWER_FORM's mark. An answer's ids include what ends it: the
+    it. The working reaches through the last mark of ANSWER_FORM. An answer's ids include what ends it: the
     rest of ANSWER_FORM, else EOS. ([], []) if the row has no gold answer.
 
+        ANSWER_FORM       response, gold                       working              answer
         #### {answer}     "2 + 3 = 6\\n#### 6", gold 5           "2 + 3 = 6\\n####"     " 5<eos>"
         #### {answer}     "2 + 3 = 5", gold 5                   "2 + 3 = 5\\n####"     " 5<eos>"
         \\boxed{{answer}}  "\\boxed{4}", golds 5 and -5          "\\boxed"             "{5}" and "{-5}"
@@ -3893,7 +3935,7 @@ def gold_after_working(tokenizer, row, token_ids):
 # What candidates depend on: parts of one file are never mined under two settings
 _MINING = """
     ACTOR_MODEL REWARD_MODEL DTYPE TRAIN_DATASETS PROMPT_TEMPLATE SYSTEM_PROMPT
-    MAX_TRAIN_PROMPTS REWARD_FUNCTIONS REWARD_MODEL_WEIGHT HARD_REWARD SOFT_REWARD SIMILARITY ANSWER_FORM
+    MAX_TRAIN_PROMPTS REWARD_FUNCTIONS REWARD_MODEL_WEIGHT HARD_REWARD SOFT_REWARD ANSWER_FORM
     GOLD_FULL_COUNT MINE_PROMPTS GREEDY BEAMS GROUP_SIZE SAMPLE_TEMPERATURES INCLUDE_REFERENCE CHEAP_SIGNAL
     VERIFY_TOP VERIFY_RANDOM MAX_PROMPT_TOKENS MAX_NEW_TOKENS TEMPERATURE BATCH_SIZE SEED""".split()
 
@@ -3907,7 +3949,7 @@ def candidates_path(number):
 
 
 def check_candidates(checkpoint, digests):
-    """Refuses to resume with other candidates than those that the run was trained on. digests: {round: digest
+    """Refuses to resume with candidates other than those that the run was trained on. digests: {round: digest
     of its file}. Returns {file: its copy in OUTPUT_DIR} of what must be copied, because the run resumes in
     another folder than its checkpoint's."""
     to_copy = {}

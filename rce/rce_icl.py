@@ -2030,8 +2030,8 @@ def check_facts(path, mined_with, facts, keys, todo):
 
 def mine_in_chunks(run, path, rows, chunk_size, facts, mine, read, write):
     """Writes the records of mine(rows) into `path`, chunk_size rows at a time. Returns False if a signal
-    stopped it. Each chunk has a file of its own until all are mined, and depends on policy and constants
-    alone, so a killed run goes on."""
+    stopped it. Each chunk has a file of its own until all are mined. Its records depend on policy and
+    constants alone, so a killed run goes on."""
     folder = path.with_suffix(".parts")
     folder.mkdir(parents=True, exist_ok=True)
     files = {}  # {number of a chunk's first row: its file}
@@ -2047,8 +2047,8 @@ def mine_in_chunks(run, path, rows, chunk_size, facts, mine, read, write):
             chunks[start] = records
             broadcast_from_rank0(partial(write, records, files[start], facts))
         num_mined = min(len(chunks) * chunk_size, len(rows))
-        seconds = (time.perf_counter() - began) / (done + len(starts)) * (len(files) - len(chunks))
-        time_left = timedelta(seconds=round(seconds))
+        seconds_per_chunk = (time.perf_counter() - began) / (done + len(starts))
+        time_left = timedelta(seconds=round(seconds_per_chunk * (len(files) - len(chunks))))
         run.log(f"{path.stem}: mined {num_mined}/{len(rows)}, {time_left} left in mining")
         if run.agree_on_stop():
             return False
@@ -2077,19 +2077,20 @@ def read_chunks(files, facts, read, log):
 
 
 def policy_pick(candidates):
-    """Returns the index of the policy's pick: its greedy response, else its best beam, else the likeliest."""
+    """Returns the index of what the policy picked in mining: its greedy response; without one its best beam,
+    where beams have scores; else the likeliest."""
 
     def preference(i):
         scores = candidates[i].get("beam_score"), candidates[i].get("logprob")
-        scores = [-math.inf if score is None else score for score in scores]  # 0.0 is a log-probability, too
+        scores = [-math.inf if score is None else score for score in scores]  # 0.0 is a score, not a gap
         return ("greedy" in candidates[i]["source"], *scores)
 
     return max(range(len(candidates)), key=preference)
 
 
 def check_up(groups, proposed, path, log):
-    """Logs and returns {name: figure} of candidates, one list per prompt. The figures after "proposed" are
-    means over the usable candidates, or over the prompts that have some."""
+    """Logs and returns {name: figure} of candidates, one list per prompt. The last five are means over the
+    usable candidates, or over the prompts that have some."""
     marks = []  # hard rewards of all usable candidates
     facts = []  # of each prompt that has some
     for group in filter(None, map(usable, groups)):
@@ -2107,9 +2108,9 @@ def check_up(groups, proposed, path, log):
         "accuracy of the policy's pick": means[2],
         "accuracy of the oracle": means[3],
     }
-    lines = [f"Check-up; more of it: python tools/check_up.py {path}"]
+    lines = [f"Check-up (more: python tools/check_up.py {path}):"]
     for name, value in figures.items():
-        digits = 0 if value > 1 else 3
+        digits = 0 if isinstance(value, int) else 3
         lines.append(f"    {name:<32}{value:>9,.{digits}f}")
     log("\n".join(lines))
     failed = [c for group in groups for c in group if c["eval_failed"]]

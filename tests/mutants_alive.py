@@ -64,8 +64,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        "batch.prompts = len(chosen)",
-        "batch.prompts = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS",
+        "batch.num_prompts = len(chosen)",
+        "batch.num_prompts = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS",
         RCE_ROWS,
     ),
     (PAGE, "mean >= 0.9]", "mean > 0.9]", TEST + "prompts_of_exactly_nine_tenths_are_solved"),
@@ -157,8 +157,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        "mask, batch.weights[index], batch.prompts",
-        "mask, batch.weights[: len(rows)], batch.prompts",
+        "mask, batch.weights[index], batch.num_prompts",
+        "mask, batch.weights[: len(rows)], batch.num_prompts",
         RCE_ROWS,
     ),
     (

@@ -348,7 +348,7 @@ MUTANTS = [
     ),
     (
         RCE,
-        "(batch.weights.cpu() * row_rewards).sum().item() / batch.prompts",
+        "(batch.weights.cpu() * row_rewards).sum().item() / batch.num_prompts",
         "(batch.weights.cpu() * row_rewards).sum().item()",
         IN_RCE + "each_line_of_samples_is_of_one_candidate_and_metrics_are_means",
     ),
@@ -821,14 +821,14 @@ MUTANTS = [
     ),
     (
         RCE,
-        "return -(weights * row_logprobs).sum() / prompts",
+        "return -(weights * row_logprobs).sum() / num_prompts",
         "return -(weights * row_logprobs).sum() / len(weights)",
         IN_RCE + "the_loss_is_the_mean_over_prompts_of_the_weighted_cross_entropy[0.3-False]",
     ),
     (
         RCE,
-        "return -(weights * row_logprobs).sum() / prompts",
-        "return (weights * row_logprobs).sum() / prompts",
+        "return -(weights * row_logprobs).sum() / num_prompts",
+        "return (weights * row_logprobs).sum() / num_prompts",
         IN_RCE + "the_loss_is_the_mean_over_prompts_of_the_weighted_cross_entropy[0.3-False]",
     ),
     (
@@ -839,8 +839,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        "batch.prompts, LENGTH_NORMALISE)",
-        "batch.prompts, False)",
+        "batch.num_prompts, LENGTH_NORMALISE)",
+        "batch.num_prompts, False)",
         IN_RCE + "the_loss_is_the_mean_over_prompts_of_the_weighted_cross_entropy[0.3-True]",
     ),
     (
@@ -903,14 +903,14 @@ MUTANTS = [
     # RCE: mining
     (
         RCE,
-        "setdefault(tuple(ids), candidate)",
-        "setdefault(tuple(ids[:-1]), candidate)",
+        "key = tuple(ids)",
+        "key = tuple(ids[:-1])",
         IN_RCE + "candidates_that_differ_in_their_last_token_stay_two",
     ),
     (
         RCE,
-        'candidate["source"].append(source)',
-        'candidate["source"] = [source]',
+        'groups[i][key]["source"].append(source)',
+        'groups[i][key]["source"] = [source]',
         IN_RCE + "equal_candidates_merge_and_keep_every_source",
     ),
     (
@@ -927,8 +927,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        "range(k, GROUP_SIZE, len(SAMPLE_TEMPERATURES))",
-        "range(0, GROUP_SIZE)",
+        "count += k < left",
+        "count = GROUP_SIZE",
         IN_RCE + "candidates_have_the_columns_that_are_promised",
     ),
     (

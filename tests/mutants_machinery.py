@@ -90,8 +90,8 @@ MUTANTS = [
     (RCE, "order[:VERIFY_RANDOM]", "order[:VERIFY_TOP]", IN_RCE + BY_ITSELF + "[VERIFY_RANDOM]"),
     (
         RCE,
-        "len(range(k, GROUP_SIZE, len",
-        "len(range(k, EVAL_SAMPLES, len",
+        "divmod(GROUP_SIZE, len",
+        "divmod(EVAL_SAMPLES, len",
         IN_RCE + BY_ITSELF + "[GROUP_SIZE]",
     ),
     # data and splits

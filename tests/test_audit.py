@@ -709,7 +709,7 @@ def test_rces_step_in_bfloat16_is_that_of_float32_but_for_its_rounding(rce):
         said = [[20 + n, 21, 1] if n % 2 else [30 + n, 1] for n in range(8)]
         batch = script.make_batch([row["ids"] for row in rows], said, trainer.device)
         batch.rows = rows
-        batch.weights, batch.prompts = torch.linspace(0.1, 0.9, 8), 4
+        batch.weights, batch.num_prompts = torch.linspace(0.1, 0.9, 8), 4
         trainer.run.step = 1
         (gradient,) = gradients_of_steps(
             trainer.actor,

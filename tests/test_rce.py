@@ -163,7 +163,7 @@ def test_the_loss_is_the_mean_over_prompts_of_the_weighted_cross_entropy(step, t
         TAU=tau, LENGTH_NORMALISE=length_normalise, REWARD_MODE="hard_plus_soft", MAX_GRAD_NORM=1e9
     )
     rows = trainer.train_rows
-    assert batch.prompts == 8 and len({row["id"] for row in batch.rows}) == 8
+    assert batch.num_prompts == 8 and len({row["id"] for row in batch.rows}) == 8
     chosen = [row for row in rows if row["id"] in {r["id"] for r in batch.rows}]
     expected = 0
     for row in chosen:
@@ -1930,3 +1930,126 @@ def test_evaluation_samples_the_held_out_prompts_by_the_seed_after_the_runs(one_
     assert seen["evaluation"]["pass@1"] == pytest.approx(sum(right) / len(right))
     assert seen["evaluation"]["pass@2"] == pytest.approx(sum(best) / len(best))
     assert all(row["id"].startswith("test.jsonl:") for row in rows) and 1 < len(rows) <= c.MAX_EVAL_PROMPTS
+
+
+# ---------------------------------------------------------------- found by a first reader of the file
+
+
+def test_failed_candidates_of_one_prompt_do_not_end_the_mining(rce):
+    script = rce(
+        VERIFY_TOP=1, VERIFY_RANDOM=0, CHEAP_SIGNAL="logprob", HARD_REWARD="mine", SOFT_REWARD="mine"
+    )
+    calls = []
+
+    def mine(prompts, responses, answers):
+        if len(calls) > 1:
+            raise ValueError("an odd response")
+        return [0.0] * len(responses)
+
+    script.REWARD_FUNCTIONS = [(mine, 1.0)]
+    trainer = script.RCETrainer()
+    verify = trainer.verify
+
+    def counted(candidates):
+        calls.append(len(candidates))
+        verify(candidates)
+
+    trainer.verify = counted
+    candidates = trainer.mine_chunk(trainer.train_rows[:2])
+    assert len(calls) == 2 and calls[1] > 0
+    assert sum(c["eval_failed"] for c in candidates) == calls[1]
+    assert "odd response" in next(c["eval_error"] for c in candidates if c["eval_failed"])
+
+
+def test_candidates_of_later_rounds_are_moved_aside_when_training_starts_anew(rce, mined, tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    for number in (1, 2, 10):
+        shutil.copyfile(mined, out / f"candidates_round_{number}.parquet")
+    rce(STAGE="train", RESUME="no", MAX_STEPS=1, EVAL_DATASETS=[]).RCETrainer().train()
+    assert [path.name for path in out.glob("candidates*")] == ["candidates_round_1.parquet"]
+    moved = {path.name for path in out.glob("old_*/candidates*")}
+    assert moved == {"candidates_round_2.parquet", "candidates_round_10.parquet"}
+
+
+def test_given_candidates_in_the_runs_folder_stay_where_they_are(rce, mined, tmp_path):
+    given = tmp_path / "run/candidates_round_1.parquet"
+    given.parent.mkdir()
+    shutil.copyfile(mined, given)
+    rce(STAGE="all", CANDIDATES=str(given), RESUME="no", MAX_STEPS=1, EVAL_DATASETS=[]).RCETrainer().train()
+    assert given.exists()
+
+
+def test_finished_candidates_are_not_taken_for_those_of_other_constants(rce, mined, tmp_path):
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run/candidates_round_1.parquet"
+    shutil.copyfile(mined, path)
+    trainer = rce(STAGE="mine").RCETrainer()
+    assert trainer.mine(path)
+    script = rce(STAGE="mine", GROUP_SIZE=7)
+    trainer = script.RCETrainer()
+    with pytest.raises(script.UserError, match="was mined with GROUP_SIZE = 6; it is 7 now.*RESUME=no"):
+        trainer.prepare_round()
+    script.write_parquet(script.read_parquet(path)[0], path, {})  # not mined by this program
+    assert trainer.mine(path)
+
+
+def test_what_is_held_back_decides_which_prompts_later_rounds_mine(rce, mined, monkeypatch, tmp_path):
+    script = rce(CANDIDATES=str(mined), ROUNDS=2)
+    facts = []
+    monkeypatch.setattr(script, "mine_in_chunks", lambda *args: facts.append(args[4]))
+    trainer = script.RCETrainer()
+    for trainer.state.round in (1, 2):
+        trainer.mine(tmp_path / "none.parquet")
+    first, second = facts
+    assert second == first | {"VALIDATION_FRACTION": script.VALIDATION_FRACTION} != first
+
+
+def test_a_round_goes_on_with_as_many_prompts_as_it_began_with_or_not_at_all(rce, mined):
+    settings = dict(CANDIDATES=str(mined), EVAL_DATASETS=[], BATCH_SIZE=2, SAVE_EVERY_N_STEPS=1)
+    rce(**settings, MAX_STEPS=1).RCETrainer().train()
+    script = rce(**settings, MAX_STEPS=2, RESUME="yes", VALIDATION_FRACTION=0.7)
+    with pytest.raises(script.UserError, match="prompts to train on, and left .* RESUME=no"):
+        script.RCETrainer().train()
+    trainer = rce(**settings, MAX_STEPS=2, RESUME="yes").RCETrainer()
+    trainer.train()
+    assert trainer.run.step == 2
+
+
+def test_a_later_round_without_prompts_to_train_on_ends_the_run(rce, mined, monkeypatch, capsys):
+    script = rce(CANDIDATES=str(mined), ROUNDS=2, EVAL_DATASETS=[])
+    trainer = script.RCETrainer()
+    choose_rows = trainer.choose_rows
+
+    def choose(groups):
+        choose_rows(groups)
+        if trainer.state.round == 2:
+            trainer.train_rows = []
+
+    trainer.choose_rows = choose
+    trainer.train()
+    said = capsys.readouterr().out
+    assert "Round 2 ends the run, because in " in said and "Done at step " in said
+
+
+def test_a_gold_answer_must_fit_the_model_too(rce, monkeypatch):
+    script = rce()
+    trainer = script.RCETrainer()
+    candidates = list(itertools.chain(*trainer.propose(trainer.train_rows[:1])))
+    monkeypatch.setattr(script, "max_positions", lambda model: 10)
+    with pytest.raises(script.UserError, match="reads at most 10 tokens, .* a gold answer have "):
+        trainer.score_gold(candidates)
+
+
+def test_what_to_do_after_mining_depends_on_the_round(rce):
+    trainer = rce(STAGE="mine", ROUNDS=2).RCETrainer()
+    assert trainer.run.final_message().endswith("STAGE=train trains on it")
+    trainer.run.state.round = 2
+    assert trainer.run.final_message().endswith("candidates_round_2.parquet; STAGE=all trains on it")
+
+
+def test_a_data_set_that_is_given_twice_is_refused(rce):
+    script = rce(MAX_TRAIN_PROMPTS=None)
+    script.TRAIN_DATASETS = [script.TRAIN_DATASETS[0]] * 2
+    with pytest.raises(script.UserError, match="has a data set twice"):
+        script.RCETrainer()
