@@ -97,13 +97,13 @@ import rewards
 
 STAGE = "train"  # train | evaluate: score EVALUATE_POLICY on EVAL_DATASET, write eval_<name>.json, and end
 EVALUATE_POLICY = "best"  # best, or step_N, of OUTPUT_DIR; or such a folder of another run
-EVAL_DATASET: dict | None = None  # for STAGE=evaluate: all its questions; None: DATASET's test questions
+EVAL_DATASET: dict | None = None  # for STAGE=evaluate: its questions; None: DATASET's test questions
 
 # Data. folder: has corpus {title, text} and questions {question, answer, gold, type}, each a .jsonl, .csv or
 # .parquet file, or corpus/ with .txt and .md files; hotpotqa: HotpotQA's JSON file (distractor format); hub:
-# such as {"path": "hotpotqa/hotpot_qa", "type": "hub", "name": "distractor", "split": "validation"}
+# the same, as {"path": "hotpotqa/hotpot_qa", "type": "hub", "name": "distractor", "split": "validation"}
 DATASET = {"path": f"{ROOT}/data/rag", "type": "folder"}  # type: folder | hotpotqa | hub
-SAMPLE: int | None = None  # number of questions drawn from it; None: all
+SAMPLE: int | None = None  # number of questions drawn from a data set; None: all
 VALIDATION_QUESTIONS: int | None = None  # for best/ and early stopping; None: 2 of 15, at most 200
 TEST_QUESTIONS: int | None = None  # used once, at the end; None: 4 of 15, at most 400
 SPLIT_SEED = 0  # decides which questions are drawn, and their splits; SEED does not
@@ -175,7 +175,7 @@ EVAL_EVERY_N_STEPS = 10  # 0: only before the first and after the last step
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: never ends
 EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
 LOG_SAMPLES: int | None = None  # episodes per update written to samples.jsonl; None: all
-RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or a run
+RESUME = "ask"  # ask (yes without a terminal) | yes | no | path of a checkpoint or a run
 OUTPUT_DIR = f"{ROOT}/checkpoints/ppo_rag"
 SEED = 1
 USE_WANDB = False
@@ -201,7 +201,7 @@ _INSTEAD_HERE = {  # constants of other trainers: what this file has instead
     "TRAIN_DATASETS": "DATASET",
     "NUM_EPOCHS": "MAX_STEPS",
     "MAX_TRAIN_PROMPTS": "SAMPLE",
-    "REWARD_FUNCTIONS": "EM_WEIGHT, ROUGE_WEIGHT and COST_WEIGHT",
+    "REWARD_FUNCTIONS": "EM_WEIGHT, F1_WEIGHT, ROUGE_WEIGHT and COST_WEIGHT",
 }
 _MAY_CHANGE = "RESUME OUTPUT_DIR STAGE EVALUATE_POLICY EVAL_DATASET".split()  # when resuming
 
@@ -232,8 +232,8 @@ def value_loss(values, old_values, returns, clip_range):
 
 # ================================================================ what the policy sees and does
 
-KEYWORDS = "who what when where which how of or and".split()  # a choice has "or", a chain often "of"
-AUXILIARIES = "is are was were do does did has have had can could".split()  # they begin a yes-no question
+_KEYWORDS = "who what when where which how of or and".split()  # a choice has "or", a chain often "of"
+_AUXILIARIES = "is are was were do does did has have had can could".split()  # they begin a yes-no question
 
 
 def words_of(text):
@@ -252,13 +252,13 @@ def fraction_found(items, collection):
 
 def observe(question, scores, paragraphs, vocabulary):
     """Returns the observation of a question, {name: number}: of its words, and of the paragraphs [{"title",
-    "text"}] that BM25 finds with these scores, best first. It uses no answer and costs nothing."""
+    "text"}] that BM25 finds with these scores, best first. It uses no answer. The cost leaves it out."""
     words = words_of(question)
     names = []  # capitalised words after the first
     for word in question.replace("?", " ").split()[1:]:
         if word[:1].isupper():
             names += words_of(word)
-    s = np.zeros(20)  # scores of the 20 best, or fewer
+    s = np.zeros(20)  # scores of the 20 best; 0 where there are fewer
     s[: len(scores)] = scores[:20]
     best_score = max(s[0], 1e-9)
     entries = {
@@ -267,9 +267,9 @@ def observe(question, scores, paragraphs, vocabulary):
         "unknown": 1 - fraction_found(words, vocabulary),  # fraction of the words that no paragraph has
         "commas": question.count(","),
     }
-    for keyword in KEYWORDS:
+    for keyword in _KEYWORDS:
         entries[f"has_{keyword}"] = keyword in words
-    entries["yes_no"] = bool(words) and words[0] in AUXILIARIES
+    entries["yes_no"] = bool(words) and words[0] in _AUXILIARIES
     entries["s1"] = s[0]  # s1 is the highest score
     entries["s1_per_word"] = s[0] / max(1, len(words))
     for n in (2, 3, 4, 8, 20):
@@ -287,8 +287,8 @@ def observe(question, scores, paragraphs, vocabulary):
     return entries
 
 
-OBSERVATION = tuple(observe("", [], [], set()))  # names of the entries: observe() accepts no paragraphs too
-ACTION = ("top_k", "temperature", "rerank")
+_OBSERVATION = tuple(observe("", [], [], set()))  # names of the entries: observe() accepts no paragraphs too
+_ACTION = ("top_k", "temperature", "rerank")
 
 
 def all_actions():
@@ -344,7 +344,7 @@ class RAGTrainer:
         self.reward_parts = {}  # what compute_rewards() leaves to be logged, {name: (rows,)}
         self.run.title = f"PPO over retrieval, {Path(data_to_read()['path']).name}, seed {SEED}"
         names = "reward em f1 cost entropy policy_loss value_loss explained_variance approx_kl clip_fraction"
-        self.run.panels = [(name, [name]) for name in (*names.split(), *ACTION)]
+        self.run.panels = [(name, [name]) for name in (*names.split(), *_ACTION)]
         self.policy = self.load_policy()
         questions, corpus = load_questions(self.run.log)
         if STAGE == "evaluate":
@@ -356,7 +356,8 @@ class RAGTrainer:
             self.policy = self.new_policy()
         weights = self.policy.parameters()
         self.optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-        # What a checkpoint keeps beside weights, optimizer and generators; order is this epoch's permutation
+        # What a checkpoint keeps beside weights, optimizer and generators. order: this epoch's permutation;
+        # cursor: the place in it
         self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=len(self.table.splits["train"]))
         self.run.register(self.state, {"policy": self.policy}, {"policy": self.optimizer}, tokenizer=None)
         self.best = self.load_best(math.inf)  # the policy of best/, from a finished or a resumed run
@@ -375,7 +376,7 @@ class RAGTrainer:
         else:
             return None
         actions = list(map(list, all_actions()))  # as JSON has them
-        if (policy.config.inputs, policy.config.actions) != (len(OBSERVATION), actions):
+        if (policy.config.inputs, policy.config.actions) != (len(_OBSERVATION), actions):
             names = ("TOP_KS", "TEMPERATURES", "RERANKS")
             trained = f"{policy.config.inputs} observed numbers and actions"
             for name, values in zip(names, zip(*policy.config.actions)):
@@ -384,8 +385,9 @@ class RAGTrainer:
         return policy
 
     def new_policy(self):
-        """Returns a policy that scales by the training observations, and remembers what it learns from."""
-        sizes = {"inputs": len(OBSERVATION), "hidden_size": HIDDEN_SIZE}
+        """Returns a new policy that scales by the training observations. Its config keeps a digest of the
+        questions that training and best/ see."""
+        sizes = {"inputs": len(_OBSERVATION), "hidden_size": HIDDEN_SIZE}
         learns_from = questions_digest(self.table.questions)
         actions = list(map(list, self.table.actions))
         policy = Policy(PretrainedConfig(**sizes, actions=actions, learns_from=learns_from))
@@ -404,7 +406,8 @@ class RAGTrainer:
         return load_pretrained(Policy, str(folder / "policy"), "RESUME")
 
     def train(self):
-        """Trains the policy, then tests it. Returns the metrics of the last evaluation."""
+        """Trains the policy, then tests it. Returns the metrics of the last evaluation; with BASELINE_ONLY it
+        returns the baselines and does no more."""
         if BASELINE_ONLY:
             self.baselines()
             return self.figures
@@ -426,6 +429,9 @@ class RAGTrainer:
                 if run.is_due(SAVE_EVERY_N_STEPS):
                     run.save()
             draw_learning(run.folder, run.title, self.table, self.figures)
+            best = run.folder / "best/policy"
+            if best.is_dir():  # it is missing where a finished run goes on in another folder
+                self.best = load_pretrained(Policy, str(best), "OUTPUT_DIR")
             if not run.stop_signal:
                 self.test()
         return run.evaluation
@@ -455,7 +461,7 @@ class RAGTrainer:
             )
 
     def score(self):
-        """Fills table.rewards and table.metrics, {name: (questions, actions, draws)}."""
+        """Fills table.rewards, table.shown and table.metrics, {name: (questions, actions, draws)}."""
         table = self.table
         rows = np.repeat(table.questions, len(table.actions) * DRAWS)
         prompts = list(map(itemgetter("question"), rows))
@@ -465,9 +471,12 @@ class RAGTrainer:
         with time_limit():
             scores = call_reward("compute_rewards", self.compute_rewards, prompts, responses, answers)
         shape = table.seconds.shape
+        others = "epoch policy_loss value_loss entropy approx_kl clip_fraction max_ratio_deviation grad_norm "
+        others += "first_ratio_deviation learning_rate advantage_mean explained_variance timesteps "
+        others = (others + "wall_seconds id question answer response").split()
         reward_parts = {}
         for name, values in self.reward_parts.items():
-            if name in ("reward", "cost", "seconds", *ACTION):
+            if name in ("reward", "cost", "seconds", *_ACTION) or name in others:
                 taken = f"the name {name!r} belongs to a metric of the trainer"
                 raise UserError(f"compute_rewards: reward_parts: {taken}: give the part another name")
             values = check_scores(f"reward_parts[{name!r}]", values, len(responses))
@@ -477,10 +486,10 @@ class RAGTrainer:
                 self.run.log(f"WARNING: em is 0 for all {len(values)} answers, such as {example}: see PROMPT")
         cost = table.seconds if COST == "seconds" else table.read
         scores = scores.view(shape) - COST_WEIGHT * cost
-        self.table.rewards = scores.clamp(-REWARD_CLIP, REWARD_CLIP)
-        self.table.shown = ["reward", *reward_parts, "cost"]  # in the lines on the terminal
-        self.table.metrics = {"reward": table.rewards, **reward_parts, "cost": cost, "seconds": table.seconds}
-        for name, values in zip(ACTION, torch.tensor(table.actions, dtype=torch.float).T):
+        table.rewards = scores.clamp(-REWARD_CLIP, REWARD_CLIP)
+        table.shown = ["reward", *reward_parts, "cost"]  # in the lines on the terminal
+        table.metrics = {"reward": table.rewards, **reward_parts, "cost": cost, "seconds": table.seconds}
+        for name, values in zip(_ACTION, torch.tensor(table.actions, dtype=torch.float).T):
             table.metrics[name] = values[:, None].expand(shape)
 
     def compute_rewards(self, questions, responses, answers):
@@ -496,13 +505,13 @@ class RAGTrainer:
         return total
 
     def compute_advantages(self, batch):
-        """Subtracts the values from the returns. An episode has one step: its return is its reward."""
+        """A = r - V, whitened. An episode has one step, so its return is its reward."""
         batch.advantages = batch.rewards - batch.values
         if WHITEN_ADVANTAGES:
             batch.advantages = whiten(batch.advantages)
 
     def update(self, batch):
-        """Passes GROUP_EPOCHS times over the episodes, BATCH_SIZE per step; returns mean metrics."""
+        """Passes GROUP_EPOCHS times over the episodes, BATCH_SIZE per step. Returns their metrics."""
         run = self.run
         steps_done = max(0, run.step - 1)  # 0 also outside train()
         schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
@@ -555,7 +564,7 @@ class RAGTrainer:
 
     @torch.no_grad()
     def choose(self, rows, generator=None, policy=None):
-        """Returns the most likely action for each question, (rows,), or with a generator a sampled one."""
+        """Returns the likeliest action for each question, (rows,); with a generator, a sampled one."""
         logprobs, _ = (policy or self.policy)(self.table.observations[rows])
         if generator is None:
             return logprobs.argmax(1)
@@ -615,10 +624,7 @@ class RAGTrainer:
             self.run.log(text)
 
     def test(self):
-        """Tests the policy of best/, shows three answers; self.policy is saved later and does not change."""
-        best = self.run.folder / "best/policy"
-        if best.is_dir():  # it is missing where a finished run goes on in another folder
-            self.best = load_pretrained(Policy, str(best), "OUTPUT_DIR")
+        """Tests the policy of best/ and shows three answers. self.policy, which is saved next, stays."""
         rows = self.table.splits["test"]
         actions = self.choose(rows, policy=self.best)
         for row, action in zip(rows[:3], actions.tolist()):
@@ -1103,6 +1109,7 @@ def line_styles(axis, names):
     ]
 
 
+# differs: entropy and KL are of choices, not of tokens
 def draw_plot(records, path, title, panels, names):
     """Draws a grid of panels, each (y label, metrics), without those in which nothing changes. names: what
     each phase shows, {"train": ..., "eval": ...}."""
@@ -1114,7 +1121,7 @@ def draw_plot(records, path, title, panels, names):
     figure.suptitle(title, y=1 - 0.1 * inch)
     for number, (label, keys) in enumerate(panels, 1):
         if label in ("entropy", "kl", "approx_kl"):
-            label += " (nats per token)"
+            label += " (nats)"
         if label == "response_length":
             label += " (tokens)"
         axis = figure.add_subplot(height, 3, number, xlabel="training step", ylabel=label)
@@ -1759,7 +1766,8 @@ class Retriever:
         self.size = len(corpus)
         words = self.tokenize([" ".join([p["title"]] * TITLE_WEIGHT + [p["text"]]) for p in corpus])
         if not any(words):
-            raise UserError("DATASET: no paragraph has a word of two letters or more that is no stop word")
+            fault = "no paragraph has a word of two letters or more, other than stop words"
+            raise UserError(f"{data_constant()}: {fault}")
         self.index = bm25s.BM25()
         self.index.index(words, show_progress=False)
 
@@ -1846,15 +1854,19 @@ class Generator:
             max_positions = max(0, max_positions - MAX_NEW_TOKENS)
         self.limit = min(MAX_PROMPT_TOKENS, max_positions, self.tokenizer.model_max_length)
 
+    def is_chat(self):
+        """Whether prompts go through the chat template, which writes special tokens such as BOS itself."""
+        return bool(CHAT_TEMPLATE and self.tokenizer.chat_template)
+
     def prompt(self, question, paragraphs):
         """Returns (prompt, number of the paragraphs in it): as many as fit, in order."""
         contexts = [PARAGRAPH.format(n=n, **paragraph) for n, paragraph in enumerate(paragraphs, 1)]
         for count in range(len(paragraphs), -1, -1):
             prompt = PROMPT.format(contexts="\n".join(contexts[:count]), question=question)
-            if CHAT_TEMPLATE and self.tokenizer.chat_template:
+            if self.is_chat():
                 chat = [{"role": "user", "content": prompt}]
                 prompt = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-            length = len(self.tokenizer(prompt)["input_ids"])
+            length = len(self.tokenizer(prompt, add_special_tokens=not self.is_chat())["input_ids"])
             if length <= self.limit:
                 return prompt, count
         takes = f"takes {length} tokens in PROMPT without any paragraph"
@@ -1865,8 +1877,8 @@ class Generator:
     def answers(self, prompts, temperature, seed):
         """Returns [(answer, tokens read and written)]; above temperature 0 it samples, from the seed."""
         device = self.model.device
-        inputs = self.tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
-        inputs = inputs.to(device)
+        options = {"add_special_tokens": not self.is_chat(), "return_token_type_ids": False}
+        inputs = self.tokenizer(prompts, padding=True, return_tensors="pt", **options).to(device)
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {}
         gpus = [device] if device.type == "cuda" else []  # without a list fork_rng() takes all GPUs
         with torch.random.fork_rng(gpus):
@@ -1891,7 +1903,7 @@ class QASystem:
         self.vocabulary = set(words_of(" ".join(map(paragraph_text, corpus))))
 
     def observe(self, question):
-        """Returns the observation of a question, (len(OBSERVATION),)."""
+        """Returns the observation of a question, (len(_OBSERVATION),)."""
         ids, scores = self.retriever.search(question, 20)
         entries = observe(question, scores, [self.corpus[i] for i in ids], self.vocabulary)
         return torch.tensor(list(entries.values()), dtype=torch.float32)
@@ -1956,7 +1968,7 @@ def check_choices():
 
 def read_question(record, where):
     """Returns {"id", "question", "answer", "type"} of a file's record; of several answers the best counts."""
-    row = {"id": where.rsplit("/", 1)[-1], "type": str(record.get("type") or "")}
+    row = {"id": where.split(": ", 1)[-1].rsplit("/", 1)[-1], "type": str(record.get("type") or "")}
     row["question"] = cell_text(look_up(record, "question", where), f"{where}: 'question'")
     answer = look_up(record, "answer", where)
     answers = cell_texts(answer, f"{where}: 'answer'")
@@ -2082,13 +2094,13 @@ def load_questions(log):
         try:
             records = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
-            raise UserError(f"{where} is no JSON to read ({first_line(error)})") from None
+            raise UserError(f"{where} cannot be read as JSON ({first_line(error)})") from None
         if not isinstance(records, list):
             raise UserError(f"{where} is not HotpotQA's format: it takes a list of records")
         questions, corpus = from_hotpot(enumerate(records, 1), where)
     for text in itertools.chain(map(itemgetter("question"), questions), *corpus):
         if text != text.encode(errors="ignore").decode():
-            raise UserError(f"{where}: {text[:60]!r} has half a surrogate: correct or delete it")
+            raise UserError(f"{where}: {text[:60]!r} has a lone surrogate: correct or delete it")
     for number, name in ((len(questions), "question"), (len(corpus), "paragraph")):
         if number == 0:
             raise UserError(f"{where} has no {name}")
@@ -2103,7 +2115,7 @@ def load_questions(log):
     log(f"{len(questions)} questions of {path} ({sizes}), {len(corpus)} paragraphs")
     if len(corpus) < max(TOP_KS):
         count = len(corpus)
-        log(f"WARNING: TOP_KS = {TOP_KS}: from {count} on, all read the whole corpus and do the same")
+        log(f"WARNING: TOP_KS = {TOP_KS}: all from {count} up read the whole corpus")
     return questions, [{"title": title, "text": text} for title, text in corpus]
 
 
@@ -2142,7 +2154,7 @@ def model_digest(name):
 
 # differs: what is replaced in this trainer
 def source_of(component):
-    """Returns the source of an object's methods, without comments: a class that is replaced has another."""
+    """Returns the source of an object's methods, without comments: another class gets another cache."""
     sources = []
     for parent in type(component).__mro__[:-1]:  # the last is object
         for name, method in sorted(vars(parent).items()):
@@ -2156,35 +2168,36 @@ def source_of(component):
 
 
 def cache_path(qa):
-    """Returns the jsonl file of answers; its name changes with all that an answer depends on."""
+    """Returns the jsonl file of answers. Its name changes with the models, the prompts, the corpus and the
+    classes that answer."""
     commit = getattr(qa.generator.model.config, "_commit_hash", None)
     models = [model_digest(GENERATOR), commit, model_digest(RERANKER), DTYPE]
     prompt = [PROMPT, PARAGRAPH, CHAT_TEMPLATE, MAX_PROMPT_TOKENS, MAX_NEW_TOKENS]
     components = [qa, qa.retriever, qa.generator, getattr(qa, "reranker", None)]
     sources = list(map(source_of, components))
     facts = [models, prompt, qa.corpus, TITLE_WEIGHT, RERANK_DEPTH, sources]
-    if COST == "seconds":  # those that were measured in batches are no question's own
+    if COST == "seconds":  # times measured in batches are not reused
         facts.append(COST)
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return Path(CACHE_DIR) / f"answers_{digest}.jsonl"
 
 
 def block_size():
-    """Returns how many questions are answered at once: one, where a question's own seconds count."""
+    """Returns how many questions are answered at once; one if each is timed."""
     return 1 if COST == "seconds" else QUESTIONS_AT_ONCE
 
 
-KEYS = ("question", *ACTION, "draw")
+_KEYS = ("question", *_ACTION, "draw")
 
 
 def read_cache(path):
     """Returns {(question, top_k, temperature, rerank, draw): record} of earlier answers. A line holds a
-    block; if a kill left it half written, it is answered again."""
+    block; a half-written one is ignored."""
     known = {}
     if path.exists():
         for line in path.read_text().splitlines():
             with suppress(ValueError):
-                known |= {itemgetter(*KEYS)(record): record for record in json.loads(line)}
+                known |= {itemgetter(*_KEYS)(record): record for record in json.loads(line)}
     return known
 
 
@@ -2192,7 +2205,7 @@ def add_to_cache(path, records):
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a") as file:
-            file.write("\n" + json.dumps(records) + "\n")  # first the end of a half written line
+            file.write("\n" + json.dumps(records) + "\n")  # \n first: it ends a half-written line
         fsync(path)
     except OSError as error:
         raise UserError(f"CACHE_DIR = {CACHE_DIR!r}: answers cannot be kept: {error}") from None
@@ -2207,17 +2220,17 @@ def answer_block(qa, questions, missing):
         rankings[rerank] = [qa.ranked(question, rerank) for question in questions]
         ranking_seconds[rerank] = time.perf_counter() - started
     records = []
-    for action in missing:
-        top_k, temperature, rerank, _ = action
+    for key in missing:
+        top_k, temperature, rerank, _ = key
         pairs = rerank * min(RERANK_DEPTH, len(qa.corpus))  # that the reranker read
         prompts, counts = zip(*map(partial(qa.prompt, top_k=top_k), questions, rankings[rerank]))
-        key = json.dumps([questions, *action]).encode()
-        seed = int.from_bytes(hashlib.sha256(key).digest()[:6], "big")
+        digest = hashlib.sha256(json.dumps([questions, *key]).encode()).digest()
+        seed = int.from_bytes(digest[:6], "big")
         started = time.perf_counter()
         answers = qa.generator.answers(list(prompts), temperature, seed)
         seconds = (time.perf_counter() - started + ranking_seconds[rerank]) / len(questions)
         for question, ids, count, (text, tokens) in zip(questions, rankings[rerank], counts, answers):
-            record = dict(zip(KEYS, (question, *action)))
+            record = dict(zip(_KEYS, (question, *key)))
             record |= {"response": text, "tokens": tokens, "pairs": pairs, "seconds": seconds}
             record |= {"paragraphs": ids[:top_k], "left_out": len(ids[:top_k]) - count}
             records.append(record)
@@ -2239,7 +2252,7 @@ def warn_of_unknown_words(questions, qa, log):
 
 def fill_table(questions, qa, log):
     """Returns the table, every question x action x draw. What the cache lacks is answered now, in blocks that
-    depend on nothing but the questions; each is saved before the next begins."""
+    depend on the questions and QUESTIONS_AT_ONCE alone; each is saved before the next begins."""
     path = cache_path(qa)
     known = read_cache(path)
     warn_of_unknown_words(questions, qa, log)
@@ -2265,13 +2278,13 @@ def fill_table(questions, qa, log):
             hint = "does it fit PROMPT, and does it write within MAX_NEW_TOKENS?"
             raise UserError(f"GENERATOR = {GENERATOR!r} answered none of {len(records)} prompts: {hint}")
         add_to_cache(path, records)
-        known |= {itemgetter(*KEYS)(record): record for record in records}
+        known |= {itemgetter(*_KEYS)(record): record for record in records}
     return make_table(questions, qa, known, log)
 
 
 def make_table(questions, qa, known, log):
     """Returns the table: questions and their types, actions, rows of each split, observations (questions,
-    len(OBSERVATION)), and (questions, actions, draws) responses, cost of what was read and seconds."""
+    len(_OBSERVATION)), and (questions, actions, draws) responses, cost of what was read and seconds."""
     actions = all_actions()
     records = np.empty((len(questions), len(actions), DRAWS), dtype=object)
     splits = {"train": [], "validation": [], "test": []}
@@ -2370,7 +2383,7 @@ def baseline_figures(table):
     figures["every_action"] = []
     for a, action in enumerate(table.actions):
         means_of_action = split_means(table, torch.full((len(mean),), a))
-        figures["every_action"].append({"action": dict(zip(ACTION, action)), **means_of_action})
+        figures["every_action"].append({"action": dict(zip(_ACTION, action)), **means_of_action})
     figures["best_fixed"]["action"] = figures["every_action"][chosen["best_fixed"][0]]["action"]
     figures["fixed"] = figures["every_action"][table.actions.index(tuple(FIXED_ACTION))]
     return figures
@@ -2451,7 +2464,7 @@ def action_shares(table, rows, actions):
     for a, action in enumerate(table.actions):
         chosen = (actions == a).double().mean().item()
         oracle = (best == a).double().mean().item()
-        shares.append({**dict(zip(ACTION, action)), "chosen": chosen, "oracle": oracle})
+        shares.append({**dict(zip(_ACTION, action)), "chosen": chosen, "oracle": oracle})
     return shares
 
 
@@ -2504,7 +2517,7 @@ def sampled_actions(samples, actions):
         numbers[tuple(torch.tensor(action).double().round(decimals=6).tolist())] = number
     sampled = []
     for sample in samples:
-        number = numbers.get(tuple(map(sample.get, ACTION)))
+        number = numbers.get(tuple(map(sample.get, _ACTION)))
         if number is not None:
             sampled.append((sample["step"], number))
     return sampled
@@ -2513,7 +2526,7 @@ def sampled_actions(samples, actions):
 def draw_actions(folder, title, shares):
     """Draws rag_actions.png: how often each action was sampled in the episodes of samples.jsonl, over the
     updates; and how often it is chosen on the test questions, and is the best there."""
-    actions = list(map(itemgetter(*ACTION), shares))
+    actions = list(map(itemgetter(*_ACTION), shares))
     sampled = sampled_actions(read_metrics(folder / "logs/samples.jsonl"), actions)
     figure = Figure(figsize=(16, 2 + 0.4 * len(shares)), layout="constrained")
     figure.suptitle(title)

@@ -1318,6 +1318,7 @@ def line_styles(axis, names):
     ]
 
 
+# differs: entropy and KL are of choices, not of tokens
 def draw_plot(records, path, title, panels, names):
     """Draws a grid of panels, each (y label, metrics), without those in which nothing changes. names: what
     each phase shows, {"train": ..., "eval": ...}."""
@@ -1329,7 +1330,7 @@ def draw_plot(records, path, title, panels, names):
     figure.suptitle(title, y=1 - 0.1 * inch)
     for number, (label, keys) in enumerate(panels, 1):
         if label in ("entropy", "kl", "approx_kl"):
-            label += " (nats per token)"
+            label += " (nats)"
         if label == "response_length":
             label += " (tokens)"
         axis = figure.add_subplot(height, 3, number, xlabel="training step", ylabel=label)

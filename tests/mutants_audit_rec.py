@@ -224,13 +224,13 @@ MUTANTS = [
     ),
     (
         RAG,
-        'if name in ("reward", "cost", "seconds", *ACTION):',
-        'if name in ("cost", "seconds", *ACTION):',
+        'if name in ("reward", "cost", "seconds", *_ACTION) or name in others:',
+        'if name in ("cost", "seconds", *_ACTION) or name in others:',
         PARTS,
     ),
     (
         RAG,
-        'if name in ("reward", "cost", "seconds", *ACTION):',
+        'if name in ("reward", "cost", "seconds", *_ACTION) or name in others:',
         'if name in ("reward", "cost", "seconds"):',
         PARTS,
     ),
@@ -274,7 +274,7 @@ MUTANTS = [
     ),
     (
         RAG,
-        "if (policy.config.inputs, policy.config.actions) != (len(OBSERVATION), actions):",
+        "if (policy.config.inputs, policy.config.actions) != (len(_OBSERVATION), actions):",
         "if policy.config.actions != actions:",
         IN_RAG + "resuming_with_other_observations_is_refused",
     ),

@@ -193,8 +193,8 @@ MUTANTS = [
     ),
     (
         RAG,
-        "key = json.dumps([questions, *action])",
-        "key = json.dumps([questions, *action[:3]])",
+        "json.dumps([questions, *key])",
+        "json.dumps([questions, *key[:3]])",
         IN_RAG + "draws_of_an_action_differ_and_a_greedy_one_has_but_one",
     ),
     (
@@ -217,8 +217,8 @@ MUTANTS = [
     ),
     (
         RAG,
-        "if CHAT_TEMPLATE and self.tokenizer",
-        "if self.tokenizer",
+        "bool(CHAT_TEMPLATE and self.tokenizer",
+        "bool(self.tokenizer",
         IN_RAG + "a_chat_template_goes_around_the_prompt_unless_told_not_to",
     ),
     (
@@ -363,8 +363,8 @@ MUTANTS = [
         "self.retriever.search(question, depth)",
         IN_RAG + "the_reranker_scores_a_pair_alone_as_in_a_batch_and_sorts_by_it",
     ),
-    (RAG, "key = json.dumps([questions, *action])", "key = json.dumps(action)", BLOCKS),
-    (RAG, "key = json.dumps([questions, *action])", "key = json.dumps([questions, *action[1:]])", BLOCKS),
+    (RAG, "json.dumps([questions, *key])", "json.dumps(key)", BLOCKS),
+    (RAG, "json.dumps([questions, *key])", "json.dumps([questions, *key[1:]])", BLOCKS),
     (
         RAG,
         "map(paragraph_text, paragraphs[:n])",
@@ -429,8 +429,8 @@ MUTANTS = [
     ),
     (
         RAG,
-        "if (policy.config.inputs, policy.config.actions) != (len(OBSERVATION), actions):",
-        "if policy.config.inputs != len(OBSERVATION):",
+        "if (policy.config.inputs, policy.config.actions) != (len(_OBSERVATION), actions):",
+        "if policy.config.inputs != len(_OBSERVATION):",
         IN_RAG + "resuming_with_other_actions_is_refused",
     ),
     # what the source logs and clips

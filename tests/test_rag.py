@@ -17,6 +17,7 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from conftest import ROOT, assert_same_state, load_script, read, untimed
 from hypothesis import example, given, settings
 from hypothesis.strategies import floats, integers
@@ -625,7 +626,7 @@ def test_the_observation_entry_by_entry(rag):
     scores = np.array([4.0, 3.0, 1.0])
     vocabulary = {"where", "was", "ada", "or", "born"}
     got = script.observe("Where was Ada or Zed born?", scores, paragraphs, vocabulary)
-    assert tuple(got) == script.OBSERVATION
+    assert tuple(got) == script._OBSERVATION
     want = {
         "words": 6,
         "capitalised": 2,
@@ -862,6 +863,27 @@ def test_a_chat_template_goes_around_the_prompt_unless_told_not_to(rag):
     assert prompts == ["<user>Q where", "Q where"]
 
 
+def test_a_chat_has_one_beginning_of_the_text(rag, monkeypatch):
+    """The template writes it, and so does the tokenizer of a Llama."""
+    script = rag(PROMPT="{contexts}Q {question}")
+    generator = script.Generator(script.GENERATOR, torch.device("cpu"))
+    tokenizer = generator.tokenizer
+    begin = tokenizer.eos_token
+    pieces = {"single": f"{begin} $A", "special_tokens": [(begin, tokenizer.eos_token_id)]}
+    tokenizer._tokenizer.post_processor = TemplateProcessing(**pieces)
+    read = []
+
+    def generate(input_ids, **options):
+        read.append(input_ids[0].tolist().count(tokenizer.eos_token_id))
+        return input_ids
+
+    monkeypatch.setattr(generator.model, "generate", generate)
+    for template in (None, "{{ eos_token }}{{ messages[0].content }}"):
+        tokenizer.chat_template = template
+        generator.answers([generator.prompt("where", [])[0]], 0.0, 0)
+    assert read == [1, 1]
+
+
 def test_lines_of_the_cache_that_are_half_written_are_answered_again(rag, tmp_path, monkeypatch):
     table = rag().RAGTrainer().table
     (cache,) = (tmp_path / "cache").glob("*.jsonl")
@@ -889,7 +911,7 @@ def test_the_reward_is_its_parts_and_weights_cost_nothing(rag, tmp_path):
     records = cached(tmp_path / "cache")
     for a, (top_k, temperature, rerank) in enumerate(table.actions):
         action = (row["question"], top_k, temperature, rerank)
-        (record,) = [r for r in records if tuple(r[key] for key in script.KEYS[:4]) == action]
+        (record,) = [r for r in records if tuple(r[key] for key in script._KEYS[:4]) == action]
         assert table.responses[3][a] == [record["response"]] and record["pairs"] == 6 * rerank
         assert parts["cost"][3, a, 0].item() == pytest.approx(record["tokens"] / 10 + 6 * rerank / 4)
         assert parts["em"][3, a, 0].item() == script.rewards.em_score(record["response"], row["answer"])
@@ -1027,7 +1049,7 @@ def test_the_picture_of_actions_counts_every_episode(trained):
     found = script.sampled_actions(episodes, trainer.table.actions)
     assert len(found) == len(episodes) == 64 and found[-1][0] == 4
     chosen = [trainer.table.actions[number] for _, number in found]
-    assert chosen == [tuple(episode[key] for key in script.ACTION) for episode in episodes]
+    assert chosen == [tuple(episode[key] for key in script._ACTION) for episode in episodes]
     third = {"step": 7, "top_k": 1.0, "temperature": 0.333333, "rerank": 0.0}
     assert script.sampled_actions([third, {**third, "rerank": 1.0}], [(1, 1, 0), (1, 1 / 3, 0)]) == [(7, 1)]
 
@@ -1343,12 +1365,27 @@ def test_a_reward_of_your_own_takes_over(rag, capsys):
     assert sum(line.startswith("R:") and " words:" in line for line in lines) == 4
 
 
+def test_after_ctrl_c_the_best_policy_answers(rag):
+    trainer = rag(EVAL_EVERY_N_STEPS=1).RAGTrainer()
+    record = trainer.record
+
+    def interrupted(batch, metrics):
+        record(batch, metrics)
+        trainer.run.signal = 2
+
+    trainer.record = interrupted
+    trainer.train()
+    assert trainer.run.step == 1 and trainer.best is not None
+
+
 @pytest.mark.parametrize(
     "name, values, says",
     [
         ("reward", [1.0] * 256, "the name 'reward' belongs to a metric of the trainer"),
         ("cost", [1.0] * 256, "the name 'cost' belongs to a metric of the trainer"),
         ("top_k", [1.0] * 256, "the name 'top_k' belongs to a metric of the trainer"),
+        ("entropy", [1.0] * 256, "the name 'entropy' belongs to a metric of the trainer"),
+        ("response", [1.0] * 256, "the name 'response' belongs to a metric of the trainer"),
         ("mine", [1.0] * 3, "reward_parts['mine'] must return 256 finite numbers"),
         ("mine", [math.nan] * 256, "reward_parts['mine'] must return 256 finite numbers"),
     ],
@@ -1922,8 +1959,8 @@ def test_a_reranker_of_two_labels_is_refused(rag, world, tmp_path):
 def test_resuming_with_other_observations_is_refused(rag):
     rag(MAX_STEPS=2).RAGTrainer().train()
     script = rag(MAX_STEPS=4)
-    count = len(script.OBSERVATION)
-    script.OBSERVATION = (*script.OBSERVATION, "length")
+    count = len(script._OBSERVATION)
+    script._OBSERVATION = (*script._OBSERVATION, "length")
     says = f"was trained with {count} observed numbers and actions .*: take those, or RESUME=no"
     with pytest.raises(script.UserError, match=says):
         script.RAGTrainer("yes")
