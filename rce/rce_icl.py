@@ -2,14 +2,15 @@
 
 For a query x it chooses SHOTS demonstrations d_1 .. d_S out of a pool, in order, so that a reader that sees
 them answers x best. A pointer network (Vinyals et al. 2015, arXiv 1506.03134) chooses one after the other, by
-a rule, similarity, a classifier p of answers and what it learns of the candidate's answer a_j:
+a rule, similarity, a classifier p of answers, and a learnt reading of the candidate's answer a_j:
 
-    h_0 = MLP(x)   k_j = a_j projected   h_{t+1} = g h_t + (1 - g) k_{d_t},   g = sigmoid(W [h_t; k_{d_t}])
+    h_1 = MLP(x)   k_j = a_j projected   h_{t+1} = g h_t + (1 - g) k_{d_t},   g = sigmoid(W [h_t; k_{d_t}])
     score of j = u cos(x, j) + c log p(a_j | x) + v cos(h_t, k_j) + b [the rule shows j next]
                + s_j (w + z cos(x, j))               s_j = a_j's share of the similarity that is shown already
-    pi(j | d_<t, x) = softmax_j score / POINTER_TEMPERATURE          u .. z: for t = 1 and t > 1, and t = S
-    At the start b outweighs u and the others are 0: the rule. It is the best on validation of similarity,
-    nearest neighbours, the classifier, and the classifier with fillers.
+    pi(j | d_<t, x) = softmax_j score / POINTER_TEMPERATURE
+    u to z are four sets: of the first or a later choice, which is the list's last or not.
+    At the start b outweighs u and the others are 0: the policy is the rule, the best on validation of
+    similarity, nearest neighbours, the classifier, and the classifier with fillers.
 
     1. mine      lists from the policy's beams and samples, from retrieval and at random; members of the best
                  by gt_prob (the probability the reader gives to the gold answers) are asked alone, the right
@@ -107,12 +108,12 @@ CANDIDATES: str | None = None  # a JSON file of candidates (also the source's), 
 # is a gold answer or a list of them, which GOLDS says how to read
 TRAIN_DATASET = {"path": f"{ROOT}/data/banking77/train.csv", "type": "csv"}
 TRAIN_DATASET |= {"input": "text", "output": "category"}
-# None: a fifth of TRAIN_DATASET is held out
+# None: a fifth of TRAIN_DATASET, at most TEST_QUERIES or 1,000, is held out
 TEST_DATASET: dict | None = {**TRAIN_DATASET, "path": f"{ROOT}/data/banking77/test.csv"}
 EVAL_DATASET: dict | None = None  # for STAGE=evaluate: its rows are the queries; None: the test's
-GOLDS = "aliases"  # aliases: the best of a list counts | annotators: each is one person's, as in VQA
-VALIDATION_QUERIES = 400  # of the training rows: neither trained on nor demonstrations
-TEST_QUERIES: int | None = None  # use only the first N rows; None: all
+GOLDS = "aliases"  # aliases: the best of a list counts | annotators: one answer per person, as in VQA
+VALIDATION_QUERIES = 400  # of the training rows: not trained on; demonstrations only where CANDIDATES is set
+TEST_QUERIES: int | None = None  # use only the first N rows of TEST_DATASET; None: all
 SPLIT_SEED = 0  # which rows validate, and the pools of validation and test, whatever SEED is
 
 # "tfidf": truncated SVD of TF-IDF of the demonstrations; or the folder or hub name of a sentence model, or of
@@ -202,13 +203,13 @@ PICK_BEAMS = 1  # beams of the policy in evaluation, test and select(); 1: greed
 TEST_ORACLE: bool | int = True  # mine lists for the test queries, or the first N of them; False: no oracle
 
 # Bookkeeping
-SAVE_EVERY_N_STEPS = 200  # 0: only after each stage
+SAVE_EVERY_N_STEPS = 200  # 0: only before mining and after each stage
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 160  # 0: only before the first and after the last step of each stage
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better pick before the run ends; 0: never
-EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
+EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest clear_gain
 LOG_SAMPLES = 4  # lists per step written to samples.jsonl
-RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or a run
+RESUME = "ask"  # ask (yes without a terminal) | yes | no | path of a checkpoint or a run
 OUTPUT_DIR = f"{ROOT}/checkpoints/rce_icl"
 SEED = 1
 USE_WANDB = False
@@ -304,7 +305,7 @@ def shaped_rewards(candidates):
     weighted = []
     for candidate in map(dict, candidates):  # copies
         if candidate["hard"]:
-            candidate["relevance"] = 0.0  # only wrong lists get it; with HARD_WEIGHT = 0 all look wrong
+            candidate["relevance"] = 0.0  # only wrong lists get it; HARD_WEIGHT = 0 makes all look wrong
         if candidate.get("gt_prob") is not None:
             candidate["infoscore"] = math.log(max(candidate["gt_prob"], 1e-6))
         for key, weight in (("hard", HARD_WEIGHT), ("soft", SOFT_WEIGHT), ("gt_prob", SOFT_WEIGHT)):
@@ -349,9 +350,9 @@ class Pointer(PreTrainedModel):
         )
         self.attention_norm = torch.nn.ModuleList(torch.nn.LayerNorm(hidden) for _ in range(config.layers))
         self.gate = torch.nn.Linear(2 * hidden, hidden)
-        # What similarity, the classifier, the network's cosine, the rule, the share shown and its similarity
-        # weigh, in units that the network's rate moves fast enough: (the first choice or a later one, others
-        # follow or it is the list's last, 6). A new policy is the rule, since cosines differ by 2 at most
+        # Weights of similarity, classifier, network's cosine, rule, share shown, share x similarity: (first
+        # or later choice, others follow or it is the last, 6). They count 30 times, so that the network's
+        # learning rate moves them fast enough. A new policy is the rule: cosines differ by 2 at most
         self.choice_weights = torch.nn.Parameter(torch.tensor([[[0.5 / 30, 0, 0, 1.1 / 30, 0, 0]] * 2] * 2))
         self.post_init()
 
@@ -360,11 +361,12 @@ class Pointer(PreTrainedModel):
 
     def encode(self, queries, vectors, pool, known, held_out=None):
         """Returns state (queries, 1, H) and candidates: keys (queries, pool, H), known (queries, 3, pool:
-        similarity, classifier, place by the rule), rows (queries, 1, pool), held_out. Queries are (queries,
-        d); pools, (queries, pool), hold rows of `vectors` (rows, d'), -1 after their ends."""
+        similarity, classifier, place by the rule), rows (queries, 1, pool: numbers of equal vectors, -1 is
+        padding), held_out. Queries are (queries, d); pools, (queries, pool), hold rows of `vectors`
+        (rows, d'), -1 after their ends."""
         rows, where = torch.unique(pool.clamp(min=0), return_inverse=True)
         keys = self.candidate_norm(self.candidate_projection(vectors[rows]))[where]
-        state = self.query_norm(self.query_projection(5 * queries))[:, None]
+        state = self.query_norm(self.query_projection(5 * queries))[:, None]  # unit vectors are small
         for attention, norm in zip(self.attention, self.attention_norm):
             seen = attention(state, keys, keys, key_padding_mask=pool < 0, need_weights=False)[0]
             state = norm(state + seen)
@@ -372,10 +374,10 @@ class Pointer(PreTrainedModel):
 
     def choice_logprobs(self, state, candidates, taken, count, is_last):
         """Returns log-probabilities (queries, lists, pool) of the next choice after `count`; taken ones are
-        -1e9. is_last, (queries or 1, lists or 1): whether it is the list's last choice. In RCE the terms'
-        weights learn from the queries held out, (queries,), and the network from the others, with weight 1
-        and without classifier and rule: otherwise the weights would trust what the network has memorised, and
-        the network would leave everything to the classifier."""
+        -1e9. is_last, (queries or 1, lists or 1): whether it is the list's last choice. held_out (queries,):
+        RCE trains the terms' weights on these and the network on the others, for which the cosine weighs 1,
+        and classifier and rule 0. Otherwise the weights would trust what the network has memorised, and the
+        network would leave everything to the classifier."""
         keys, known, rows, held_out = candidates
         similarity, classifier, place = known.split(1, 1)
         place = place.masked_fill(taken, math.inf)
@@ -390,7 +392,7 @@ class Pointer(PreTrainedModel):
             of_others[..., 2] = 1.0
             weights = torch.where(held_out, weights, of_others)
         terms = [similarity, classifier, cosines, by_rule]
-        if count:  # answers, rows of `vectors`, by the similarity that is shown of each; a filler has none
+        if count:  # answers, by the similarity already shown of each; padding has none
             answers = rows.clamp(min=0).expand_as(taken)
             votes = (similarity.clamp(min=0) + 1e-3) * (taken & (rows >= 0))
             shown = votes.new_zeros(*taken.shape[:2], int(rows.max()) + 1)
@@ -410,7 +412,7 @@ class Pointer(PreTrainedModel):
 
     def forward(self, queries, vectors, pool, known, pointers, held_out=None):
         """Returns log-probabilities of all candidates at each choice, (queries, lists, choices, pool).
-        Pointers (queries, lists, choices), are -1 after a list's end. held_out: see choice_logprobs()."""
+        pointers (queries, lists, choices) are -1 after a list's end. held_out: see choice_logprobs()."""
         state, candidates = self.encode(queries, vectors, pool, known, held_out)
         lists = pointers.shape[1]
         taken = (pool < 0)[:, None]
@@ -450,8 +452,8 @@ class Pointer(PreTrainedModel):
         return lists, scores
 
     def sample(self, queries, vectors, pool, known, uniform, temperature=1.0, encoded=None):
-        """Draws lists with uniform numbers (queries, lists, choices, pool) at a temperature, by the Gumbel
-        maximum. Returns pointers (queries, lists, choices)."""
+        """Draws lists with uniform numbers (queries, lists, choices, pool) at a temperature, by the
+        Gumbel-max trick. Returns pointers (queries, lists, choices)."""
         check_room(pool, uniform.shape[2])
         state, candidates = encoded or self.encode(queries, vectors, pool, known)
         state = state.expand(-1, uniform.shape[1], -1)
@@ -482,10 +484,11 @@ class ICLTrainer:
         self.run = Run("rce_icl", resume_from_checkpoint, self.device)
         self.run.best_by = ["clear_gain"]
         self.run.old_files += ["test_candidates_*", "icl_*.png", "rce"]
-        if STAGE != "train":  # which starts from candidates
+        if STAGE != "train" and not CANDIDATES:  # else they are given, so they stay
             self.run.old_files.append("candidates*")
         self.run.title = f"RCE for demonstrations ({REWARD_MODE}, {SHOTS} shots), seed {SEED}"
         names = "entropy policy_loss effective_lists weight_on_best advantage_spread kl kl_coef grad_norm"
+        # The pick's accuracy is the mean over 1 .. SHOTS demonstrations, the oracle's that of mined lists
         self.run.panels = [("accuracy of the pick and the oracle", ["pick_accuracy", "oracle_accuracy"])]
         self.run.panels += [(name, [name]) for name in names.split()]
         self.splits, self.demos = load_splits(self.run.log)
@@ -509,7 +512,7 @@ class ICLTrainer:
         if self.state.stage == "grpo":
             self.freeze()
         if not KL_TARGET:
-            self.state.kl_coef = float(KL_COEF)  # a controller's alone outlives a changed constant
+            self.state.kl_coef = float(KL_COEF)  # a changed constant takes effect when a run resumes
         self.plan_steps()
 
     def load_reader(self):
@@ -526,14 +529,15 @@ class ICLTrainer:
     def load_policy(self):
         """Loads policy and reference (where GRPO starts): the checkpoint's, else POINTER_POLICY, else new."""
         checkpoint, sizes = self.run.checkpoint, self.corpus.sizes
-        folder = checkpoint / "policy" if checkpoint else POINTER_POLICY
+        folder = start = POINTER_POLICY
+        if checkpoint:
+            folder, start = checkpoint / "policy", checkpoint / "reference"
         self.policy = load_pointer(folder, sizes).to(self.device)
-        folder = checkpoint / "reference" if checkpoint else POINTER_POLICY
-        self.reference = load_pointer(folder, sizes).to(self.device).eval().requires_grad_(False)
+        self.reference = load_pointer(start, sizes).to(self.device).eval().requires_grad_(False)
         vectors = vectors_digest(self.demos)
         if self.policy.config.vectors not in ("", vectors):
             todo = (
-                "give the TRAIN_DATASET, CANDIDATES, VALIDATION_QUERIES, SPLIT_SEED and EMBEDDING of its run"
+                "use the TRAIN_DATASET, CANDIDATES, VALIDATION_QUERIES, SPLIT_SEED and EMBEDDING of its run"
             )
             raise UserError(f"{folder} was trained on other demonstrations, or other vectors of them: {todo}")
         self.policy.config.vectors = self.reference.config.vectors = vectors
@@ -660,11 +664,13 @@ class ICLTrainer:
                 self.train_rows.append({**row, "held_out": drawn < WEIGHT_QUERIES})
         self.oracle = float(np.mean(best)) if best else math.nan
         skipped = len(groups) - len(self.train_rows) - len(best)
-        others = f"{len(best)} validate, {skipped} are skipped since their rewards are equal"
+        others = f"{len(best)} validate, {skipped} are skipped: equal rewards, or no list that was marked"
         self.run.log(f"{len(self.train_rows)} queries to train on; {others}")
         if self.train_rows and not any(column(self.train_rows, "held_out")):
             todo = "raise WEIGHT_QUERIES, or mine more queries"
-            self.run.log(f"WARNING: none of them trains the terms' weights, so RCE stays similarity: {todo}")
+            self.run.log(
+                f"WARNING: none of them trains the terms' weights, so RCE leaves them as they are: {todo}"
+            )
 
     def next_batch(self):
         """Returns the next queries: what the policy reads, pointers (queries, lists, choices), and present,
@@ -774,7 +780,7 @@ class ICLTrainer:
         return loss, metrics
 
     def old_logprobs(self, batch, logprobs, ref_logprobs):
-        """Returns (queries, lists) under what drew the lists: the policy now, or what GRPO starts from."""
+        """Returns log pi_old of the lists, (queries, lists): of the policy now or where GRPO starts."""
         return logprobs.detach() if ON_POLICY else list_logprobs(ref_logprobs, batch.pointers)
 
     def plan_steps(self):
@@ -854,9 +860,9 @@ class ICLTrainer:
         return np.mean([self.accuracy_of(queries, lists_of(shots)) for shots in range(1, SHOTS + 1)], 0)
 
     def evaluate(self):
-        """Returns metrics of the greedy pick on the validation queries, means over 1 .. SHOTS. best/ follows
-        clear_gain, the gain over the rule less two standard errors of the paired difference (0 at step 0):
-        a few queries' noise does not choose a policy. Override to add yours."""
+        """Returns metrics of the policy's pick on the validation queries, means over 1 .. SHOTS. best/
+        follows clear_gain, the gain over the rule less two standard errors of the paired difference (0 while
+        the policy is the rule): a few queries' noise does not choose a policy. Override to add yours."""
         with self.run.timed("evaluate"):
             queries = self.splits["validation"]
             baseline = self.mean_accuracy(queries, partial(rule_lists, self, queries, *self.corpus.rule))
@@ -2218,7 +2224,7 @@ def load_splits(say):
         test = load_examples(spec, constant, "test", TEST_QUERIES)
         if is_shipped(spec["path"]) and not is_shipped(TRAIN_DATASET["path"]):
             hint = "set it to rows of yours, or to None, which holds out a fifth of them"
-            say(f"NOTE: TRAIN_DATASET is your own data, but {constant} is still the shipped: {hint}")
+            say(f"NOTE: TRAIN_DATASET is your own data, but {constant} is still the shipped one: {hint}")
         sizes = [len(example.get("given_vector", ())) for example in (rows[0], test[0])]
         if sizes[0] != sizes[1]:
             rule = f"the vectors of TRAIN_DATASET and {constant} must be of one size"
@@ -2232,10 +2238,11 @@ def load_splits(say):
         asked = [row for row in rows if row["number"] in numbers]
     if len(asked) < 5:
         given = f"CANDIDATES = {CANDIDATES!r}" if CANDIDATES else "TRAIN_DATASET"
-        raise UserError(f"{given} has {len(asked)} queries: it takes 5, since a fifth validates")
+        raise UserError(f"{given} has {len(asked)} queries: it needs at least 5, because a fifth validates")
     count = min(VALIDATION_QUERIES, len(asked) // 5)
     if count < VALIDATION_QUERIES:
-        say(f"VALIDATION_QUERIES = {VALIDATION_QUERIES}, a fifth of the queries is {count}: using that many")
+        fault = f"VALIDATION_QUERIES = {VALIDATION_QUERIES} is more than a fifth of the queries"
+        say(f"{fault}: using {count}")
     order = torch.randperm(len(asked), generator=torch.Generator().manual_seed(SPLIT_SEED)).tolist()
     for i in order[:count]:
         asked[i]["split"] = "validation"
@@ -2402,6 +2409,10 @@ def vectors_digest(demos):
     """Returns a digest of what the numbers that a policy reads depend on. TF-IDF is fitted on the texts, and
     the answers' vectors are decorrelated together."""
     facts = [Path(EMBEDDING).name, EMBEDDING_SIZE, EMBED_ANSWERS, name_of(make_embedder)]
+    if any(column(demos, "image")):
+        facts.append(IMAGE_VECTORS)
+    if TRAIN_DATASET.get("vectors"):
+        facts.append(file_digest(TRAIN_DATASET["vectors"])["sha256"])
     if EMBEDDING == "tfidf":
         facts += column(demos, "text")
     if EMBED_ANSWERS:
@@ -2955,8 +2966,8 @@ class Miner:
 
     def recombine(self, group, shots):
         """Adds LOCAL lists: the members that are right alone in random order, then others of the pool, the
-        least similar or any. A right list often has a bad member, and a reader blind to order would let the
-        policy choose it first."""
+        least similar or any. Right lists often have a bad member; a reader that is blind to order would not
+        stop the policy from choosing it first."""
         right = column(filter(itemgetter("hard"), group.alone), "pointer")
         right = torch.tensor(right, dtype=torch.long).flatten()
         places = torch.arange(len(group.pool))
@@ -2975,7 +2986,7 @@ class Miner:
 
     def choose_kept(self, group):
         """Keeps what is right alone, the policy's pick, KEEP_TOP by gt_prob and KEEP_RANDOM of the others.
-        Of lists whose members were asked alone those count that show no wrong one before a right one."""
+        A list does not count if a member that is right alone stands behind any other."""
         alone = by_pointer(group.alone)
         ordered = []
         for candidate in group.candidates:
@@ -2989,7 +3000,8 @@ class Miner:
         pick = group.candidates[policy_pick(group.candidates)]
         if pick["beam_score"] is not None and pick["pointer"] not in alone and pick not in kept:
             kept.append(pick)
-        kept += filter(itemgetter("hard"), group.alone)  # short lists behind
+        # Short lists last. At one shot what was asked alone may have been proposed as a list: that is kept
+        kept += [c for c in group.alone if c["hard"] or c["source"] != ["alone"]]
         group.candidates = kept or group.alone
 
     def score_gold(self, groups):
@@ -3141,7 +3153,7 @@ _MINING = (
     + """
     TRAIN_DATASET TEST_DATASET EMBED_ANSWERS BEAMS SAMPLES SAMPLE_TEMPERATURES RETRIEVED RANDOM LOCAL_TOP
     LOCAL KEEP_TOP KEEP_RANDOM MINE_BATCH_SIZE POINTER_POLICY HIDDEN_SIZE LAYERS HEADS POINTER_TEMPERATURE
-    SEED""".split()
+    CLASSIFIER_C SEED""".split()
 )
 
 
@@ -3413,7 +3425,7 @@ def test_policies(trainer):
             if accuracies[oracle] is None:
                 return  # a signal
         results[shots] = accuracies
-    figures = test_figures(results, name)
+    figures = test_figures(results, list(policies)[-1])
     text = json.dumps(figures, indent=1) + "\n"
     write_atomically(trainer.run.folder / "eval_test.json", lambda tmp: tmp.write_text(text))
     trainer.run.log(test_lines(figures))
@@ -3421,8 +3433,8 @@ def test_policies(trainer):
 
 
 def choose_rules(trainer):
-    """Returns {rule: its setting} of the rules that see no reward: of several settings the one that is the
-    best on validation at one shot. Similarity alone if there are too many answers, or a single one."""
+    """Returns {rule: its setting} of the rules, which are not trained on rewards: of several settings the one
+    that is the best on validation at one shot. Similarity alone if there are too many answers, or one."""
     settings = {"similarity": 0}
     queries = trainer.splits["validation"]
     if trainer.corpus.classifies:
@@ -3446,7 +3458,7 @@ def rule_lists(trainer, queries, name, setting, shots):
 
 
 def baseline_accuracies(trainer, settings, queries, shots):
-    """Returns {name: accuracies, (queries,)} of what sees no reward."""
+    """Returns {name: accuracies, (queries,)} of what is not trained on rewards."""
     lists = {"no demonstrations": [[] for _ in queries], "random": []}
     for query in queries:
         pool = trainer.corpus.pool_of(query)
@@ -3465,7 +3477,7 @@ def test_oracle(trainer, queries, shots, mined):
     if not path.exists() and not trainer.mine(path, mined, shots):
         return None
     facts = list_facts(mined, shots, trainer.reader)
-    check_facts(path, read_json(path)[1], facts, facts, "delete it, and it is mined again")
+    check_facts(path, read_json(path)[1], facts, facts, "delete it to mine again")
     best = dict.fromkeys(column(queries, "id"), math.nan) | dict.fromkeys(column(mined, "id"), 0.0)
     for group in read_candidates(path, trainer.splits, trainer.demos, trainer.reader):
         for candidate in group.candidates:

@@ -489,8 +489,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        'folder = checkpoint / "policy" if checkpoint else POINTER_POLICY',
-        'folder = checkpoint / "policy" if checkpoint else None',
+        "folder = start = POINTER_POLICY",
+        "folder, start = None, POINTER_POLICY",
         IN_ICL + "an_earlier_policy_mines_and_is_trained_on",
     ),
     (
@@ -655,8 +655,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        'folder = checkpoint / "reference" if checkpoint else POINTER_POLICY',
-        "folder = POINTER_POLICY",
+        'folder, start = checkpoint / "policy", checkpoint / "reference"',
+        'folder = checkpoint / "policy"',
         IN_ICL + "a_run_killed_while_mining_and_in_both_stages_equals_an_unbroken_one",
     ),
     (

@@ -3070,3 +3070,48 @@ def test_the_shipped_data_is_what_its_program_says(tmp_path):
         rows = list(csv.DictReader(open(ROOT / "data/banking77" / name, newline="", encoding="utf-8")))
         assert len(rows) == facts[name]["rows"] and len({row["category"] for row in rows}) == 77
     assert "CC BY 4.0" in (ROOT / "data/banking77/LICENCE.md").read_text()
+
+
+def test_lists_of_one_demonstration_that_were_asked_alone_are_kept_once_with_the_pick(icl):
+    script = icl(KEEP_TOP=1, KEEP_RANDOM=0, LOCAL=0, LOCAL_TOP=4)
+    trainer = script.ICLTrainer()
+    (group,) = trainer.miner.propose(trainer.splits["train"][:1], 1)
+    trainer.miner.score_gold([group])
+    pick = max((c for c in group.candidates if c["beam_score"] is not None), key=lambda c: c["beam_score"])
+    pick["gt_prob"] = 1.0  # so that it is asked alone
+    trainer.miner.take_apart(group)
+    trainer.miner.verify([group], "alone")
+    assert pick["pointer"] in script.by_pointer(group.alone)
+    for c in group.alone:
+        c["hard"] = 0.0
+    trainer.miner.choose_kept(group)
+    pointers = [c["pointer"] for c in group.candidates]
+    assert len(pointers) == len(set(pointers)) == 1 + len(group.alone)
+    kept = group.candidates[script.policy_pick(group.candidates)]
+    assert kept is pick and kept["hard"] == 0.0
+
+
+def test_given_candidates_in_the_runs_folder_stay_where_they_are(icl, trained, tmp_path):
+    given = tmp_path / "run/candidates_of_mine.json"
+    given.parent.mkdir(parents=True)
+    shutil.copyfile(trained[2] / "candidates.json", given)
+    trainer = icl(CANDIDATES=str(given), RESUME="no").ICLTrainer()
+    trainer.run.open_files()
+    assert given.exists()
+
+
+def test_the_digest_of_vectors_knows_how_images_are_read_and_which_are_given(icl, tmp_path):
+    demos = [{"text": "a", "answer": "b", "image": None}]
+    script = icl()
+    before = script.vectors_digest(demos)
+    script.IMAGE_VECTORS = "image"
+    assert script.vectors_digest(demos) == before
+    demos[0]["image"] = "a.png"
+    digests = []
+    for script.IMAGE_VECTORS in ("image", "text"):
+        digests.append(script.vectors_digest(demos))
+    for number in (1.0, 2.0):
+        np.save(tmp_path / "v.npy", np.full((1, 2), number))
+        script.TRAIN_DATASET = {**script.TRAIN_DATASET, "vectors": str(tmp_path / "v.npy")}
+        digests.append(script.vectors_digest(demos))
+    assert len({before, *digests}) == 5
