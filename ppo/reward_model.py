@@ -542,9 +542,13 @@ def max_positions(model):
         if parameters.get("rope_type") in ("longrope", "dynamic"):
             first = parameters.get("original_max_position_embeddings")
             return first or getattr(config, "original_max_position_embeddings", None) or bound
-    if isinstance(bound, int) and bound > 0:
-        return bound
-    return math.inf
+    if not isinstance(bound, int) or bound <= 0:
+        return math.inf
+    embeddings = getattr(getattr(model, "base_model", model), "embeddings", None)
+    padding = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
+    if padding is not None:  # RoBERTa's positions begin after its padding id
+        return bound - padding - 1
+    return bound
 
 
 def autocast(model):

@@ -14,13 +14,16 @@ from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
+    BertConfig,
     DeepseekV2Config,
     DiffLlamaConfig,
     GPT2Config,
     LlamaConfig,
     OPTConfig,
     PhimoeConfig,
+    RobertaConfig,
 )
 
 module = load_script("grpo/grpo.py")
@@ -561,3 +564,16 @@ def test_an_edit_of_the_sampling_distribution_passes_the_check_at_load_and_train
     record = read(Path(script.OUTPUT_DIR) / "logs/metrics.jsonl")[1]
     assert record["grad_norm"] > 0 and record["entropy"] > 0
     assert name != "banned" or not (batch.response_ids[batch.response_mask > 0] == 20).any()
+
+
+def test_positions_that_begin_after_the_padding_id_are_not_promised():
+    """RoBERTa's table has 20 rows here, of which a text can use 18; BERT's has 20."""
+    sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9)
+    module = load_script("ppo/ppo.py")
+    for config_class, bound in ((RobertaConfig, 18), (BertConfig, 20)):
+        config = config_class(**sizes, max_position_embeddings=20, num_labels=1)
+        model = AutoModelForSequenceClassification.from_config(config).eval()
+        assert module.max_positions(model) == bound
+        assert model(torch.full((1, bound), 5)).logits.shape == (1, 1)
+        with pytest.raises((IndexError, RuntimeError)):
+            model(torch.full((1, bound + 1), 5))
