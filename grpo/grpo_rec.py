@@ -17,7 +17,7 @@ and every log-probability below, sampled or trained, is of this constrained dist
 LOSS_TYPE "gspo" has rho = exp(mean_t log rho_t) of the whole item (2507.18071); "dapo" and "grpo" are one,
 since all responses have the same length. kl_t has k3's value against the best SFT policy and k2's gradient,
 which is that of KL(pi || pi_ref). What the gradient estimates depends on CANDIDATES:
-- "sample": the gradient of a sample's expected reward, as in GRPO;
+- "sample": as in GRPO, the gradient of a sample's expected reward, divided by a deviation (SCALE_REWARDS);
 - "beam", the default: no samples, the GROUP_SIZE likeliest items: sum_i A_i grad log pi(i) ranks the list,
   better items up and worse ones down, whatever their probability. It knows nothing of items beyond the list,
   and the KL term is no KL: it pulls the log-probabilities of the listed items to the reference's.
@@ -132,14 +132,14 @@ GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memo
 # Data: csv files of a history and the next item
 TRAIN_FILE = f"{ROOT}/data/rec/train.csv"
 VALID_FILE: str | None = f"{ROOT}/data/rec/valid.csv"  # None: VALID_FRACTION of TRAIN_FILE's users
-TEST_FILE: str | None = f"{ROOT}/data/rec/test.csv"  # seen once, at the end
+TEST_FILE: str | None = f"{ROOT}/data/rec/test.csv"  # scored at the end; nothing is chosen by it
 VALID_FRACTION = 0.1
 USER_COLUMN = "user_id"
 HISTORY_COLUMN = "history_item_id"  # such as "[3, 17, 204]", the oldest first
 TARGET_COLUMN = "item_id"
 INDEX_FILE = f"{ROOT}/data/rec/index.json"  # {item: its codes}
 ITEM_FILE: str | None = f"{ROOT}/data/rec/items.txt"  # lines of codes, title, item, tab between
-TRAIN_PREFIXES = True  # the items of a history are targets too, each after those before it
+TRAIN_PREFIXES = True  # the last MAX_HISTORY items of a line are targets too, each after those before it
 MAX_HISTORY = 10  # items; longer histories are cut from the left, and counted
 MAX_TRAIN_ROWS: int | None = None  # reads only the first ones of the file; None: all
 MAX_EVAL_ROWS: int | None = 300  # of validation
@@ -267,7 +267,7 @@ _MAY_CHANGE = "RESUME OUTPUT_DIR STAGE EVALUATE_POLICY".split()  # a resumed run
 
 def constrained_logprobs(logits, codes, allowed, temperature):
     """Returns log-probabilities (..., width), float32, over the codes that may come next; -inf where allowed
-    is False. This distribution is sampled *and* trained: change it here (top-p, say), and the first ratios
+    is False. This distribution is sampled *and* trained, in SFT too: change it here, and the first ratios
     stay 1. logits (..., all codes); codes, columns of logits, and allowed (..., width)."""
     scores = logits.float().gather(-1, codes) / temperature
     logprobs = scores.masked_fill(~allowed, -math.inf).log_softmax(-1)
@@ -277,11 +277,11 @@ def constrained_logprobs(logits, codes, allowed, temperature):
 def group_advantages(scores, group_size, scale):
     """Returns advantages (rows,), 0 where a group's scores are equal. Rows of a group are neighbours."""
     groups = scores.view(-1, group_size)
-    # A mean of equal float32 numbers is often not that number: subtract the first before taking it
-    groups = groups - groups[:, :1]
-    advantages = groups - groups.mean(1, keepdim=True)
+    # A mean of equal float32 numbers is often not that number: subtract the first, so that they are zeros
+    shifted = groups - groups[:, :1]
+    advantages = shifted - shifted.mean(1, keepdim=True)
     if scale != "none":
-        std = groups.std(1, keepdim=True) if scale == "group" else (scores - scores[0]).std()
+        std = shifted.std(1, keepdim=True) if scale == "group" else (scores - scores[0]).std()
         advantages = advantages / (std + 1e-4)
     return advantages.flatten()
 
@@ -301,7 +301,7 @@ def kl_loss(logprobs, ref_logprobs):
     log_ratio = logprobs - ref_logprobs
     k2 = 0.5 * log_ratio**2
     k3 = (-log_ratio).exp() - 1 + log_ratio
-    return k2 + (k3 - k2).detach()
+    return k2 + (k3 - k2).detach()  # forward: k3, which is >= 0; backward: k2
 
 
 # ================================================================ the trainer
@@ -351,6 +351,8 @@ class RecTrainer:
             stage="rl" if STAGE in ("rl", "evaluate") else "sft",
             sft_best=-1.0,
             sft_waited=0,
+            sft_is_done=False,
+            reference_has_moved=False,
             sft_judged=0,
         )
         self.best = None, None  # what best_policy() has read: (folder, step), model
@@ -422,13 +424,15 @@ class RecTrainer:
         with run.session(self.summary()):  # lock, logs and signals; saves at the end
             self.enter_folder()
             self.prepare_baselines()
-            if self.state.stage == "sft":
+            # A checkpoint may be of either stage. STAGE=sft never begins GRPO
+            if self.state.stage == "sft" and not (self.state.sft_is_done and STAGE == "rl"):
                 self.fine_tune()
             if self.state.stage == "sft" and not run.stop_signal and STAGE != "sft":
                 self.begin_grpo()
             if self.state.stage == "rl":
                 self.reinforce()
             if not run.stop_signal:
+                run.save()  # before a test that may fail
                 self.test()
                 self.compare_with_baselines()
         return run.evaluation
@@ -450,7 +454,8 @@ class RecTrainer:
         if run.stop_signal:
             return
         run.log(f"SFT ends at step {run.step}; best NDCG@10 {self.state.sft_best:.4f}")
-        self.actor.load_state_dict(self.reference.state_dict())
+        self.actor.load_state_dict(self.reference.state_dict())  # the best so far: see evaluate_sft()
+        self.state.sft_is_done = True
         if rank() == 0:
             write_atomically(run.folder / "sft", lambda folder: run.save_model(self.actor, folder / "policy"))
 
@@ -501,7 +506,7 @@ class RecTrainer:
     def set_learning_rates(self):
         """Sets and returns this step's learning rate; the schedule begins with the stage."""
         run = self.run
-        steps_done = max(0, run.step - 1 - self.state.begin)
+        steps_done = max(0, run.step - 1 - self.state.begin)  # run.step counts this step already
         total = self.end - self.state.begin
         if self.state.stage == "sft":
             warmup = round(SFT_WARMUP * total)
@@ -552,7 +557,7 @@ class RecTrainer:
 
         with self.run.timed("score"):
             batch.scores, batch.reward_parts = self.score_responses(batch.rows, batch.items)
-            batch.ref_logprobs = batch.logprobs
+            batch.ref_logprobs = batch.logprobs  # without a KL a stand-in: record() logs none
             if KL_COEF > 0:
                 with without_adapter(self.reference):
                     batch.ref_logprobs = map_micro_batches(compute, self.reference, batch)
@@ -679,6 +684,7 @@ class RecTrainer:
         """Moves the reference towards the actor every REFERENCE_SYNC_STEPS steps."""
         steps_done = self.run.step - self.state.begin
         if REFERENCE_SYNC_STEPS and steps_done % REFERENCE_SYNC_STEPS == 0:
+            self.state.reference_has_moved = True
             for ref, parameter in zip(self.reference.parameters(), self.actor.parameters()):
                 ref.lerp_(parameter, REFERENCE_SYNC_ALPHA)
 
@@ -717,8 +723,8 @@ class RecTrainer:
     def evaluate_sft(self):
         """Returns evaluate(), and keeps the best policy so far in the reference, whatever happens to best/.
 
-        state.sft_waited counts passes through the data whose evaluations brought nothing better;
-        state.sft_judged is the last pass that was counted, or had a better one."""
+        state.sft_waited counts passes through the data since the last better evaluation; state.sft_judged is
+        the last pass that was counted, or had a better one."""
         metrics = self.evaluate()
         if metrics["ndcg@10"] > self.state.sft_best:
             self.state.sft_best = metrics["ndcg@10"]
@@ -726,7 +732,7 @@ class RecTrainer:
             self.state.sft_judged = self.state.epoch
             self.reference.load_state_dict(self.actor.state_dict())
         elif self.state.sft_judged < self.state.epoch:
-            self.state.sft_waited += 1
+            self.state.sft_waited += self.state.epoch - self.state.sft_judged
             self.state.sft_judged = self.state.epoch
         return metrics
 
@@ -738,6 +744,8 @@ class RecTrainer:
     def record(self, batch, metrics):
         """Logs the step's metrics, a few of its candidates and its line on the terminal."""
         metrics = {"epoch": self.state.epoch, **metrics, "reward": batch.scores.mean().item()}
+        if KL_COEF == 0:
+            metrics["kl"] = math.nan
         for name, values in batch.reward_parts.items():
             metrics[f"reward/{name}"] = values.mean().item()
         groups = batch.scores.view(-1, GROUP_SIZE)
@@ -833,13 +841,15 @@ class RecTrainer:
 
     def compare_with_baselines(self):
         """Says if a baseline is better on validation: than SFT by NDCG@10, than GRPO by reward."""
-        reached = [("SFT", "ndcg@10", self.state.sft_best)]  # -1: SFT was another run's
+        reached = []
+        if self.state.sft_best >= 0:  # else SFT was another run's
+            reached.append(("SFT", "ndcg@10", self.state.sft_best))
         if self.state.stage == "rl":
             reached.append(("GRPO", "reward", self.run.best_value))
         for stage, key, value in reached:
             name = max(self.levels, key=lambda name: self.levels[name][key])
             best = self.levels[name][key]
-            if 0 <= value < best:
+            if -math.inf < value < best:
                 told = f"{stage} reached {key} {value:.4f} on validation, the baseline {name!r} {best:.4f}"
                 self.run.log(f"NOTE: a rule wins. {told}: recommend by it, or train longer, or on more rows")
 
@@ -852,7 +862,7 @@ class RecTrainer:
         lists = {}
         for name, model in self.baselines.items():
             lists[name] = top_items(model, rows)
-        if self.state.stage == "sft" or not REFERENCE_SYNC_STEPS:
+        if not self.state.reference_has_moved:  # else it is not SFT's policy any more
             with without_adapter(self.reference):
                 lists["sft"] = best_items(self.reference, self.trie, rows, EVAL_BEAMS, self.pad_id)
         if self.state.stage == "rl":
@@ -1737,7 +1747,7 @@ def evaluate_policy(trainer_class):
         policy = folder / EVALUATE_POLICY
     if (policy / "policy").exists():
         policy = policy / "policy"
-    if not (policy / "config.json").exists():
+    if not (policy / "config.json").exists() and not (policy / "adapter_config.json").exists():
         hint = "train first, or give the folder of a policy"
         raise UserError(f"EVALUATE_POLICY = {EVALUATE_POLICY!r}: there is no policy in {policy}: {hint}")
     trainer = trainer_to_evaluate(trainer_class, str(policy))
@@ -1852,6 +1862,9 @@ def load_adapter(model, saved, config):
     """Loads the adapter of a checkpoint, which must have been trained with the same constants."""
     import peft
 
+    if not (saved / "adapter_config.json").exists():
+        fault = f"{saved} is a whole model, which was trained with LORA_RANK = 0, not {LORA_RANK}"
+        raise UserError(f"{fault}: resume with 0, or begin anew with RESUME=no")
     before = load_pretrained(peft.LoraConfig, saved, "RESUME")
     same_size = (before.r, before.lora_alpha) == (config.r, config.lora_alpha)
     if not same_size or sorted(before.target_modules) != config.target_modules:
@@ -2695,7 +2708,7 @@ class Run:
         fault = "an optimizer step was skipped, because its loss or gradient is not finite"
         self.log(f"WARNING: step {self.step}: {fault}; its prompts: {names}")
         if self.skipped == 5:
-            raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
+            raise UserError("five optimizer steps in a row were not finite: lower the learning rate")
 
     def draw_plots(self):
         records = read_metrics(self.folder / "logs/metrics.jsonl")
@@ -2722,7 +2735,8 @@ class Run:
         if self.stop_signal:
             return f"Stopped at step {self.step}: start it again to continue"
         if STAGE == "sft":
-            return f"SFT is done: {self.folder}/sft/policy; the same words with STAGE=rl continue from it"
+            stage = "STAGE=rl continue from it (with LORA_RANK: STAGE=rl RESUME=no)"
+            return f"SFT is done: {self.folder}/sft/policy; the same words with {stage}"
         policy = self.folder / "best/policy"
         if not policy.exists():
             policy = self.checkpoint / "policy"
@@ -3408,7 +3422,7 @@ def read_rows(path, constant, catalogue):
             raise UserError(f"{where} line {line}: {HISTORY_COLUMN} holds {repr(text)[:60]}: {takes}")
         names = [*map(str, items), record[TARGET_COLUMN].strip()]
         if unknown := [name for name in names if name not in catalogue.number]:
-            todo = "add it, or delete the line"
+            todo = "add it before SFT, or delete the line"
             raise UserError(f"{where} line {line}: item {unknown[0]!r} has no codes in INDEX_FILE: {todo}")
         row_id = f"{Path(path).name}:{line}"
         rows.append({"id": row_id, "user": record[USER_COLUMN], "sequence": catalogue.numbers(names)})
@@ -3447,11 +3461,11 @@ def transitions(rows, prefixes, log, name):
 def hold_out_users(rows):
     """Returns the rows to train on, and those of VALID_FRACTION of the users for validation."""
     users = list(dict.fromkeys(column(rows, "user")))
-    order = torch.randperm(len(users), generator=torch.Generator().manual_seed(0))
-    names = np.array(users)[order[: math.ceil(VALID_FRACTION * len(users))].numpy()]
-    held_out = np.isin(column(rows, "user"), names)
-    if held_out.all():
+    if len(users) < 2:
         raise UserError(f"TRAIN_FILE = {TRAIN_FILE!r} has one user, none to hold out: set VALID_FILE")
+    order = torch.randperm(len(users), generator=torch.Generator().manual_seed(0))
+    count = min(math.ceil(VALID_FRACTION * len(users)), len(users) - 1)
+    held_out = np.isin(column(rows, "user"), np.array(users)[order[:count].numpy()])
     return list(itertools.compress(rows, ~held_out)), list(itertools.compress(rows, held_out))
 
 
@@ -3585,6 +3599,8 @@ def check_sizes():
         raise UserError("VALUE_WEIGHT needs a VALUES_FILE; without one set VALUE_WEIGHT=0 and another weight")
     if ACTOR_MODEL is None and (TITLE_HISTORY_ROWS or TITLE_ROWS or PROMPT_TEMPLATE != "{history}"):
         raise UserError("PROMPT_TEMPLATE, TITLE_HISTORY_ROWS and TITLE_ROWS need an ACTOR_MODEL of words")
+    if ITEM_FILE is None and (TITLE_HISTORY_ROWS or TITLE_ROWS):
+        raise UserError("TITLE_HISTORY_ROWS and TITLE_ROWS need an ITEM_FILE, which has the titles")
 
 
 # ---------------------------------------------------------------- the model
@@ -3627,11 +3643,17 @@ def load_actor(checkpoint, catalogue, device):
             raise UserError(f"STAGE=rl starts from {path}, which is not there: {todo}")
     if path is None:
         tokenizer, model = small_model(len(catalogue.codes[0]))
+        if GRADIENT_CHECKPOINTING:
+            model.activation_checkpointing_enable({"use_reentrant": False})
     else:
         tokenizer = load_tokenizer(path, "ACTOR_MODEL")
         for key in ("is_local", "local_files_only"):  # where it came from, which it would save
             tokenizer.init_kwargs.pop(key, None)
         model = load_trained(AutoModelForCausalLM, path, "ACTOR_MODEL", torch.device("cpu"), checkpoint)
+        if hasattr(model.get_output_embeddings(), "get_delta_weight"):
+            raise UserError(
+                f"LORA_TARGETS = {LORA_TARGETS!r}: the output layer cannot be adapted: leave it out"
+            )
     codes = sorted(set().union(*catalogue.codes))
     known = getattr(
         model.config, "catalogue", catalogue.digest
@@ -3833,7 +3855,7 @@ def list_metrics(lists, rows, popularity):
         metrics[f"ndcg@{k}"] = gains(lists, rows, k).mean().item()
     top = lists[:, :10]
     top = top[top >= 0]
-    less_popular = (popularity[:, None] > popularity).float().mean(1)  # (items,)
+    less_popular = torch.searchsorted(popularity.sort().values, popularity).float() / len(popularity)
     metrics["coverage@10"] = len(top.unique()) / len(popularity)
     metrics["popularity@10"] = less_popular[top].mean().item()
     return metrics

@@ -2316,6 +2316,9 @@ def load_adapter(model, saved, config):
     """Loads the adapter of a checkpoint, which must have been trained with the same constants."""
     import peft
 
+    if not (saved / "adapter_config.json").exists():
+        fault = f"{saved} is a whole model, which was trained with LORA_RANK = 0, not {LORA_RANK}"
+        raise UserError(f"{fault}: resume with 0, or begin anew with RESUME=no")
     before = load_pretrained(peft.LoraConfig, saved, "RESUME")
     same_size = (before.r, before.lora_alpha) == (config.r, config.lora_alpha)
     if not same_size or sorted(before.target_modules) != config.target_modules:
@@ -3281,7 +3284,7 @@ class Run:
         fault = "an optimizer step was skipped, because its loss or gradient is not finite"
         self.log(f"WARNING: step {self.step}: {fault}; its prompts: {names}")
         if self.skipped == 5:
-            raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
+            raise UserError("five optimizer steps in a row were not finite: lower the learning rate")
 
     def draw_plots(self):
         records = read_metrics(self.folder / "logs/metrics.jsonl")

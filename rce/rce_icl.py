@@ -1610,7 +1610,7 @@ class Run:
         fault = "an optimizer step was skipped, because its loss or gradient is not finite"
         self.log(f"WARNING: step {self.step}: {fault}; its prompts: {names}")
         if self.skipped == 5:
-            raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
+            raise UserError("five optimizer steps in a row were not finite: lower the learning rate")
 
     def draw_plots(self):
         records = read_metrics(self.folder / "logs/metrics.jsonl")

@@ -37,16 +37,16 @@ MUTANTS = [
     ),
     (
         REC,
-        "            self.state.sft_waited += 1\n            self.state.sft_judged = self.state.epoch\n",
-        "            self.state.sft_waited += 1\n",
+        "self.state.epoch - self.state.sft_judged\n            self.state.sft_judged = self.state.epoch\n",
+        "self.state.epoch - self.state.sft_judged\n",
         PATIENCE,
     ),
     (REC, "            self.state.sft_waited = 0\n", "", PATIENCE),
     # equal scores, large scores
-    (REC, "    groups = groups - groups[:, :1]\n", "", EQUAL),
-    (REC, "    groups = groups - groups[:, :1]\n", "    groups = groups - 0 * groups[:, :1]\n", CONSTANT),
-    (REC, "    groups = groups - groups[:, :1]\n", "    groups = groups - groups[:, :1] * 0\n", DIGITS),
-    (REC, "else (scores - scores[0]).std()", "else groups.std()", DIGITS),
+    (REC, "    shifted = groups - groups[:, :1]\n", "    shifted = groups\n", EQUAL),
+    (REC, "    shifted = groups - groups[:, :1]\n", "    shifted = groups - 0 * groups[:, :1]\n", CONSTANT),
+    (REC, "    shifted = groups - groups[:, :1]\n", "    shifted = groups - groups[:, :1] * 0\n", DIGITS),
+    (REC, "else (scores - scores[0]).std()", "else shifted.std()", DIGITS),
     (RAG, "    if (x == x[0]).all():  # their", "    if False:  # their", WHITEN),
     (
         RAG,

@@ -50,7 +50,7 @@ MUTANTS = [
     (REC, "lists[i, :10].tolist() if item >= 0]", "lists[0, :10].tolist() if item >= 0]", RECORDS),
     (REC, 'names(row["history"]), "target"', 'names(row["history"][:1]), "target"', RECORDS),
     (REC, 'by_row["ndcg@10"][i].item()', 'by_row["ndcg@3"][i].item()', RECORDS),
-    (REC, '    if not (policy / "config.json").exists():\n', "    if False:\n", NO_POLICY),
+    (REC, '    if not (policy / "config.json").exists() and', "    if False and", NO_POLICY),
     (REC, "    if not TEST_FILE:\n", "    if False:\n", NO_POLICY),
     (
         REC,
@@ -83,8 +83,8 @@ MUTANTS = [
     (REC, "SFT_BATCH_SIZE or balanced_batch_size(self.sft_rows)", "SFT_BATCH_SIZE or 64", BATCH),
     (REC, "math.ceil(self.end / SFT_EVALUATIONS) if", "self.end // SFT_EVALUATIONS if", RHYTHM),
     (REC, "if run.is_due(evaluate_every) or", "if run.is_due(EVAL_EVERY_N_STEPS) or", RHYTHM),
-    (REC, "            if 0 <= value < best:\n", "            if 0 <= value <= best:\n", WINS),
-    (REC, "            if 0 <= value < best:\n", "            if value < best:\n", WINS),
+    (REC, "if -math.inf < value < best:\n", "if -math.inf < value <= best:\n", WINS),
+    (REC, "        if self.state.sft_best >= 0:", "        if True:", WINS),
     (REC, "                self.compare_with_baselines()\n", "", WINS),
     (
         REC,

@@ -308,8 +308,8 @@ MUTANTS = [
     ),
     (
         REC,
-        "        self.actor.load_state_dict(self.reference.state_dict())\n",
-        "",
+        "        self.actor.load_state_dict(self.reference.state_dict())",
+        "        pass",
         IN_REC + "the_reference_is_the_best_policy_of_sft_and_starts_grpo",
     ),
     (
@@ -680,8 +680,8 @@ MUTANTS = [
     ),
     (
         REC,
-        "(popularity[:, None] > popularity).float()",
-        "(popularity[:, None] >= popularity).float()",
+        "torch.searchsorted(popularity.sort().values, popularity).float()",
+        "torch.searchsorted(popularity.sort().values, popularity, right=True).float()",
         EVERY_FIGURE,
     ),
     (REC, "len(top.unique()) / len(popularity)", "len(top.unique()) / top.shape[-1]", EVERY_FIGURE),

@@ -2126,3 +2126,89 @@ def test_a_policy_is_neither_scored_nor_trained_further_with_another_catalogue(r
             evaluated(rec, "best", INDEX_FILE=str(tmp_path / f"{name}.json"))
     with pytest.raises(Exception, match="has learnt the codes of another catalogue"):
         rec(STAGE="rl", RESUME="no", INDEX_FILE=str(tmp_path / "swapped.json")).RecTrainer()
+
+
+# ---------------------------------------------------------------- found by a first reader of the file
+
+
+def test_sft_that_has_ended_is_not_taken_up_again_by_stage_rl(rec, tmp_path):
+    words = dict(TEST_FILE=None, MAX_STEPS=1)
+    first = rec(STAGE="sft", SFT_EPOCHS=1, **words).RecTrainer()
+    first.train()
+    steps = first.run.step
+    second = rec(STAGE="rl", SFT_EPOCHS=3, RESUME="yes", **words).RecTrainer()
+    second.train()
+    assert second.state.begin == steps and second.run.step == steps + 1
+    longer = rec(STAGE="sft", SFT_EPOCHS=3, RESUME=str(tmp_path / f"run/step_{steps}"), **words)
+    longer.OUTPUT_DIR = str(tmp_path / "longer")
+    trainer = longer.RecTrainer()
+    trainer.train()
+    assert trainer.run.step == 3 * steps  # STAGE=sft goes on
+
+
+def test_an_adapter_does_not_go_on_from_a_whole_models_checkpoint(rec):
+    words = dict(TEST_FILE=None, MAX_STEPS=1)
+    rec(STAGE="sft", SFT_EPOCHS=1, **words).RecTrainer().train()
+    module = rec(STAGE="rl", LORA_RANK=2, RESUME="yes", **words)
+    with pytest.raises(module.UserError, match="is a whole model, .*LORA_RANK = 0, not 2: .* RESUME=no"):
+        module.RecTrainer()
+    trainer = rec(STAGE="rl", LORA_RANK=2, RESUME="no", **words).RecTrainer()
+    trainer.train()
+    assert trainer.run.step == 1
+    module = rec(STAGE="evaluate", EVALUATE_POLICY="step_1")
+    with pytest.raises(module.UserError, match="is a LoRA adapter: .* best/policy"):
+        module.evaluate_policy(module.RecTrainer)
+
+
+def test_without_a_kl_term_no_kl_is_logged(rec, tmp_path):
+    rec(SFT_EPOCHS=1, MAX_STEPS=1, KL_COEF=0.0, TEST_FILE=None).RecTrainer().train()
+    records = read(tmp_path / "run/logs/metrics.jsonl")
+    (kl,) = [r["kl"] for r in records if r["phase"] == "train" and "kl" in r]
+    assert kl is None
+
+
+def test_a_reference_that_has_moved_is_not_tested_as_sfts_policy(rec, tmp_path):
+    words = dict(SFT_EPOCHS=1, SAVE_EVERY_N_STEPS=0)
+    rec(MAX_STEPS=1, REFERENCE_SYNC_STEPS=1, **words).RecTrainer().train()
+    rec(MAX_STEPS=2, REFERENCE_SYNC_STEPS=0, RESUME="yes", **words).RecTrainer().train()
+    figures = json.loads((tmp_path / "run/eval_test.json").read_text())
+    assert "grpo" in figures and "sft" not in figures
+
+
+def test_the_last_step_is_saved_before_the_test(rec, tmp_path, monkeypatch):
+    trainer = rec(SFT_EPOCHS=1, MAX_STEPS=1, SAVE_EVERY_N_STEPS=0).RecTrainer()
+
+    def fails():
+        raise ValueError("a reward failed")
+
+    monkeypatch.setattr(trainer, "test", fails)
+    with pytest.raises(ValueError, match="a reward failed"):
+        trainer.train()
+    assert (tmp_path / f"run/step_{trainer.run.step}/manifest.json").exists()
+
+
+def test_one_user_stays_to_train_on(rec):
+    module = rec(VALID_FRACTION=0.9)
+    rows = [{"user": user} for user in "aabbcde"]
+    train, valid = module.hold_out_users(rows)
+    assert len({row["user"] for row in train}) == 1 and len({row["user"] for row in valid}) == 4
+
+
+def test_titles_need_their_file(rec):
+    module = rec(ACTOR_MODEL=str(ROOT / "data/tiny/policy"), ITEM_FILE=None, TITLE_HISTORY_ROWS=0.5)
+    with pytest.raises(module.UserError, match="need an ITEM_FILE"):
+        module.RecTrainer()
+
+
+def test_the_small_model_recomputes_activations_if_asked(rec):
+    for wanted in (True, False):
+        actor = rec(GRADIENT_CHECKPOINTING=wanted).RecTrainer().actor
+        assert actor.is_gradient_checkpointing == wanted
+
+
+def test_patience_counts_passes_not_evaluations(rec, monkeypatch):
+    trainer = rec().RecTrainer()
+    monkeypatch.setattr(trainer, "evaluate", lambda: {"ndcg@10": -1.0})
+    for trainer.state.epoch in (4, 8):
+        trainer.evaluate_sft()
+    assert trainer.state.sft_waited == 8
