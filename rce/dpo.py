@@ -277,8 +277,7 @@ class DPOTrainer:
         self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=num_rows)
         # If the run resumes, this loads the checkpoint into state and optimizers
         self.run.register(self.state, self.models, self.optimizers, self.tokenizer)
-        steps_per_epoch = math.ceil(num_rows / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
-        self.run.total_steps = min(NUM_EPOCHS * steps_per_epoch, MAX_STEPS or math.inf)
+        self.run.total_steps = last_step(self.state, self.run.step)
         self.add_reference()
 
     def load_model(self):
@@ -738,7 +737,7 @@ def check_scores(name, values, count):
         raise UserError(f"{name} is async: {hint}")
     try:
         scores = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         returned = repr(values)[:80]
         if isinstance(values, (list, tuple)):
             returned += f", a {type(values).__name__} of {len(values)} values"
@@ -1414,6 +1413,8 @@ def full_parameters(*models):
     them as often as it likes, without waiting for the others. Models that are not sharded stay as they
     are."""
     sharded = [model for model in models if isinstance(model, FSDPModule) and model not in _FULL]
+    if sharded and _INSIDE_RANK_MAP:  # the other processes are not here
+        raise UserError("SHARD = 'fsdp2': a reward function cannot sample with a model: set SHARD to none")
     for model in sharded:
         _FULL.add(model)
         model.set_reshard_after_forward(False)
@@ -1527,7 +1528,9 @@ def look_up(record, path, where):
 
 
 def cell_text(value, where):
-    """Returns a text of a file; a number becomes text."""
+    """Returns a text of a file; a number becomes text, and so do JSON's true and false."""
+    if isinstance(value, bool):
+        return json.dumps(value)
     if not isinstance(value, (str, int, float)) or value != value:  # NaN
         raise UserError(f"{where} must be a text or a number, not {repr(value)[:80]}: correct or delete it")
     return str(value)
@@ -1771,6 +1774,8 @@ def choose_checkpoint(resume, output_dir, log):
     if resume == "no":
         return None
     is_path = resume not in ("ask", "yes")
+    if is_path and not Path(resume).exists():
+        raise UserError(f"RESUME = {resume!r}: no such folder. It takes ask, yes, no, or a checkpoint or run")
     run = resume if is_path else output_dir
     checkpoints = list_checkpoints(run)
     if is_path and not checkpoints:
@@ -1806,6 +1811,15 @@ def archive_old_run(paths, output_dir, log):
 
 
 # ---------------------------------------------------------------- schedule and plots
+
+
+def last_step(state, step):
+    """Returns the run's last step, as known after `step` steps, from the prompts that the epochs have left.
+    It depends on the state alone, so that a resumed run has the same."""
+    prompts_per_step = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS
+    steps_left = math.ceil((-state.cursor % state.prompts) / prompts_per_step)
+    steps_left += max(0, NUM_EPOCHS - state.epoch) * math.ceil(state.prompts / prompts_per_step)
+    return min(step + steps_left, MAX_STEPS or math.inf)
 
 
 def learning_rate_scale(steps_done, total, warmup, schedule, halvings):
@@ -1874,6 +1888,8 @@ def draw_plot(records, path, title, panels, names):
     """Draws a grid of panels, each (y label, metrics), without those in which nothing changes. names: what
     each phase shows, {"train": ..., "eval": ...}."""
     panels = [panel for panel in panels if varies(records, panel[1], names)] or panels
+    if not panels:
+        return
     height = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(9.5, 1.4 + 2.2 * height))
     inch = 1 / figure.get_figheight()  # matplotlib's own layouts take half as long again
@@ -1931,11 +1947,14 @@ class Run:
         self.phase_names = {"train": "training", "eval": "held out"}  # of the plots
         self.device = device
         # A new run moves these of an earlier one aside
-        self.old_files = ["logs", "step_*", "best", "training_*", "eval_*", f"{name}_*.png"]
+        self.old_files = ["logs", "step_*", "best", "training_config.json", "training_metrics_*.png"]
+        self.old_files += ["eval_*", f"{name}_*.png"]
         self.best_by = ["reward"]  # best/ and patience follow the first of these that evaluate() returns
         self.logs = {"metrics.jsonl": None, "samples.jsonl": None}  # {name: file, open while training}
         self.log_lines = {}  # {name: lines in it when the checkpoint was saved}
         self.text_log = None  # file of what log() prints
+        self.has_changed = False  # whether the run resumes with other constants
+        self.has_failed = False  # whether train() ended with an error
         self.unwritten = []  # what log() printed before that file was open
         self.step = 0  # the current step, from 1; between steps, how many are done
         self.total_steps = 0
@@ -1992,6 +2011,10 @@ class Run:
     @contextmanager
     def session(self, summary):
         """Wraps the whole training: opens the files, catches signals, and saves a checkpoint at the end."""
+        if self.has_failed:
+            raise RuntimeError(
+                "the last train() failed after its checkpoint: make a new trainer, which resumes"
+            )
         self.signal = None
         self.clock = None
         if rank() == 0:
@@ -1999,8 +2022,10 @@ class Run:
         self.best_value = all_gather(self.best_value)[0]  # open_files() may have reset it on process 0
         self.log(summary)
         handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        self.has_failed = True  # until the end is reached
         try:
             yield
+            self.has_failed = False
             self.agree_on_stop()
             self.save()
             self.log(self.final_message())
@@ -2179,7 +2204,7 @@ class Run:
 
     def final_message(self):
         if self.stop_signal:
-            return f"Stopped at step {self.step}: start it again to continue"
+            return f"Stopped at step {self.step}: start it again with RESUME=yes to continue"
         policy = self.folder / "best/policy"
         if not policy.exists():
             policy = self.checkpoint / "policy"
@@ -2264,7 +2289,10 @@ class Run:
             if missing := sorted(vars(self.state).keys() - saved["state"].keys()):
                 raise ValueError(f"its state has no {', '.join(missing)}")
             if (prompts := saved["state"]["prompts"]) != self.state.prompts:
-                raise ValueError(f"it has {prompts} training prompts, and now there are {self.state.prompts}")
+                hint = "give the same data, or begin anew with RESUME=no"
+                raise ValueError(
+                    f"it has {prompts} training prompts, now there are {self.state.prompts}: {hint}"
+                )
             vars(self).update(saved["run"])
             vars(self.state).update(saved["state"])
             for name, optimizer in self.optimizers.items():
@@ -2274,19 +2302,26 @@ class Run:
             raise UserError(f"{folder} cannot be used, choose another: {first_line(error)}") from None
         for key, value in run_fingerprint().items():
             if before.get(key) != value and key not in _MAY_CHANGE:
+                self.has_changed = True
+                is_model = key in ("ACTOR_MODEL", "BASE_MODEL")
+                if is_model and Path(str(value)).name != Path(str(before.get(key))).name:
+                    fault = f"was trained from {key} = {before.get(key)!r}, not {value!r}"
+                    raise UserError(f"{folder} {fault}: give that one, or begin anew with RESUME=no")
                 self.log(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
 
     def open_files(self):
         """Moves files of an earlier run aside, cuts the logs back to the checkpoint, and opens them."""
         self.take_lock()  # again, if an earlier train() has ended
-        for stale in self.folder.glob("*.tmp"):  # half written when the program was killed
-            shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+        for pattern in self.old_files:
+            for stale in self.folder.glob(f"{pattern}.tmp"):  # half written when the program was killed
+                shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         continues_here = self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve()
         if continues_here:
             # Later checkpoints are broken or were given up: the next time a run resumes it must not find them
             old = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
             best = self.folder / "best/metrics.json"
-            if old and best.exists() and json.loads(best.read_text())["step"] > self.step:
+            is_later = best.exists() and json.loads(best.read_text())["step"] > self.step
+            if is_later and (old or self.has_changed):
                 old.append(best.parent)
         else:
             old = [path for pattern in self.old_files for path in self.folder.glob(pattern)]
@@ -2424,7 +2459,7 @@ def run_fingerprint():
     on which the last bits depend."""
     gpu = None
     if torch.cuda.is_available():
-        gpu = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)))
+        gpu = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     this_file = {Path(__file__).name: file_digest(__file__)["sha256"][:12]}
     return {**constants(), **this_file, "GPU": gpu, "OMP_NUM_THREADS": torch.get_num_threads()}
 
@@ -2481,9 +2516,10 @@ def did_you_mean(word, known):
 
 
 def read_value(text, allowed):
-    """Returns the value of a command-line argument: a Python literal, or the text itself."""
+    """Returns the value of a command-line argument: a Python literal, or the text itself, if not quoted."""
     value = text
-    if "str" not in allowed or ("None" in allowed and text == "None"):
+    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
+    if is_quoted or "str" not in allowed or ("None" in allowed and text == "None"):
         with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
     if "float" in allowed and type(value) is int:
@@ -2495,10 +2531,17 @@ def check_constants():
     """Refuses numbers out of range and unknown words before anything is loaded or written. Warns of names
     that nothing in this file reads, such as a misspelt constant that was pasted at its top."""
     names_in_file = Counter(re.findall(r"[A-Z]\w*", Path(__file__).read_text()))
-    for key in constants():
+    values = constants()
+    output = Path(OUTPUT_DIR).resolve()
+    for key, value in values.items():
         if names_in_file[key] < 2 and rank() == 0:  # it stands where it is set, and nowhere else
-            hint = did_you_mean(key, constants().keys() - {key})
+            hint = did_you_mean(key, values.keys() - {key})
             print(f"WARNING: nothing reads the constant {key}{hint}", flush=True)
+        if key.endswith("_MODEL") and value and values.get("STAGE") != "evaluate":
+            folders = [output / "best", *output.glob("step_*")]
+            if any(Path(value).resolve().is_relative_to(folder) for folder in folders):
+                hint = "which a new run moves and this one writes: set another OUTPUT_DIR"
+                raise UserError(f"{key} = {value!r} lies in OUTPUT_DIR, {hint}")
     for keys, allowed in _VALID_RANGES.items():
         for key in keys.split():
             value = globals()[key]

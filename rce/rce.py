@@ -1768,6 +1768,11 @@ def load_rows(datasets, constant, limit=None):
     """Returns the rows of all data sets: {"id", "prompt": text or chat, "answer": text, texts or None,
     "columns": the whole record}."""
     known = ["path", "type", "input", "output", "name", "split"]
+    for spec in datasets:
+        if not isinstance(spec, dict):
+            raise UserError(
+                f"{constant}: a data set is {{'path': ..., 'type': ..., 'input': ...}}, not {spec!r}"
+            )
     file_names = Counter(Path(spec.get("path", "")).name for spec in datasets)
     rows = []
     for spec in datasets:
@@ -2240,7 +2245,8 @@ def constants_unlike_the_run(folder):
     """Returns a line for each constant that changes scores and has another value than in the run of a
     folder: what is not given again is this file's default."""
     names = "EVAL_DATASETS REWARD_FUNCTIONS REWARD_MODEL REWARD_MODEL_WEIGHT ACCURACY_FUNCTION"
-    names += " PROMPT_TEMPLATE SYSTEM_PROMPT MAX_NEW_TOKENS MAX_PROMPT_TOKENS TEMPERATURE"
+    names += " PROMPT_TEMPLATE SYSTEM_PROMPT MAX_NEW_TOKENS MAX_PROMPT_TOKENS TEMPERATURE MAX_EVAL_PROMPTS"
+    names += " MISSING_EOS_PENALTY OVERLONG_BUFFER OVERLONG_PENALTY DTYPE SEED"
     if not (folder / "training_config.json").exists():
         return []
     before = json.loads((folder / "training_config.json").read_text())["constants"]
@@ -2280,12 +2286,13 @@ def policy_scores(trainer, greedy, sampled):
 def majority_votes(trainer, batch):
     """Returns for each prompt the index of the response that most others agree with, (prompts,). Two
     responses agree if ACCURACY_FUNCTION finds one correct with the other as the answer. Returns None if it
-    finds none correct, not even with itself as the answer: then it cannot compare responses."""
+    finds none correct, not even with itself as the answer, or if it raises: it cannot compare responses."""
     votes = []
     can_compare = False
+    score = partial(call_reward, "ACCURACY_FUNCTION", trainer.accuracy_function)
     for start in range(0, len(batch.responses), EVALUATE_SAMPLES):
         responses = batch.responses[start : start + EVALUATE_SAMPLES]
-        row = batch.rows[start]
+        row = copy.deepcopy(batch.rows[start])  # a judge may append to its messages
         prompts = [row["prompt"]] * len(responses)
         columns = {name: [value] * len(responses) for name, value in row["columns"].items()}
         for name, values in batch.columns.items():
@@ -2293,8 +2300,11 @@ def majority_votes(trainer, batch):
         agreement = torch.zeros(len(responses))
         for response in responses:
             answers = [response] * len(responses)
-            function = trainer.accuracy_function
-            agreement += call_reward("ACCURACY_FUNCTION", function, prompts, responses, answers, columns)
+            try:
+                with time_limit():
+                    agreement += score(prompts, responses, answers, columns)
+            except Exception:  # of any type: it cannot read a response as an answer
+                return None
         can_compare = can_compare or agreement.any().item()
         votes.append(agreement.argmax().item())
     return torch.tensor(votes) if can_compare else None
@@ -2419,6 +2429,8 @@ def full_parameters(*models):
     them as often as it likes, without waiting for the others. Models that are not sharded stay as they
     are."""
     sharded = [model for model in models if isinstance(model, FSDPModule) and model not in _FULL]
+    if sharded and _INSIDE_RANK_MAP:  # the other processes are not here
+        raise UserError("SHARD = 'fsdp2': a reward function cannot sample with a model: set SHARD to none")
     for model in sharded:
         _FULL.add(model)
         model.set_reshard_after_forward(False)
@@ -2532,7 +2544,9 @@ def look_up(record, path, where):
 
 
 def cell_text(value, where):
-    """Returns a text of a file; a number becomes text."""
+    """Returns a text of a file; a number becomes text, and so do JSON's true and false."""
+    if isinstance(value, bool):
+        return json.dumps(value)
     if not isinstance(value, (str, int, float)) or value != value:  # NaN
         raise UserError(f"{where} must be a text or a number, not {repr(value)[:80]}: correct or delete it")
     return str(value)
@@ -2578,6 +2592,8 @@ def resolve_rewards(functions, constant):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise UserError(f"{constant} takes pairs (function or name in rewards/, weight), not {pair!r}")
         function, weight = pair
+        if not isinstance(weight, (int, float)):
+            raise UserError(f"{constant}: the weight of {function!r} is a number, not {weight!r}")
         if isinstance(function, str):
             function = getattr(rewards, function, None)
         if not callable(function):
@@ -2608,7 +2624,8 @@ def call_reward(name, function, prompts, responses, answers, columns=None):
     signature = inspect.signature(function)
     first = [*signature.parameters][:3]  # these are passed by position
     takes_all = any(p.kind == p.VAR_KEYWORD for p in signature.parameters.values())
-    named = {k: v for k, v in columns.items() if k not in first and (takes_all or k in signature.parameters)}
+    taken = {*first, "self"}
+    named = {k: v for k, v in columns.items() if k not in taken and (takes_all or k in signature.parameters)}
     try:
         signature.bind(prompts, responses, answers, **named)
     except TypeError as error:
@@ -2636,7 +2653,7 @@ def check_scores(name, values, count):
         raise UserError(f"{name} is async: {hint}")
     try:
         scores = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         returned = repr(values)[:80]
         if isinstance(values, (list, tuple)):
             returned += f", a {type(values).__name__} of {len(values)} values"
@@ -2916,6 +2933,8 @@ def choose_checkpoint(resume, output_dir, log):
     if resume == "no":
         return None
     is_path = resume not in ("ask", "yes")
+    if is_path and not Path(resume).exists():
+        raise UserError(f"RESUME = {resume!r}: no such folder. It takes ask, yes, no, or a checkpoint or run")
     run = resume if is_path else output_dir
     checkpoints = list_checkpoints(run)
     if is_path and not checkpoints:
@@ -3019,6 +3038,8 @@ def draw_plot(records, path, title, panels, names):
     """Draws a grid of panels, each (y label, metrics), without those in which nothing changes. names: what
     each phase shows, {"train": ..., "eval": ...}."""
     panels = [panel for panel in panels if varies(records, panel[1], names)] or panels
+    if not panels:
+        return
     height = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(9.5, 1.4 + 2.2 * height))
     inch = 1 / figure.get_figheight()  # matplotlib's own layouts take half as long again
@@ -3076,11 +3097,14 @@ class Run:
         self.phase_names = {"train": "training", "eval": "held out"}  # of the plots
         self.device = device
         # A new run moves these of an earlier one aside
-        self.old_files = ["logs", "step_*", "best", "training_*", "eval_*", f"{name}_*.png"]
+        self.old_files = ["logs", "step_*", "best", "training_config.json", "training_metrics_*.png"]
+        self.old_files += ["eval_*", f"{name}_*.png"]
         self.best_by = ["reward"]  # best/ and patience follow the first of these that evaluate() returns
         self.logs = {"metrics.jsonl": None, "samples.jsonl": None}  # {name: file, open while training}
         self.log_lines = {}  # {name: lines in it when the checkpoint was saved}
         self.text_log = None  # file of what log() prints
+        self.has_changed = False  # whether the run resumes with other constants
+        self.has_failed = False  # whether train() ended with an error
         self.unwritten = []  # what log() printed before that file was open
         self.step = 0  # the current step, from 1; between steps, how many are done
         self.total_steps = 0
@@ -3137,6 +3161,10 @@ class Run:
     @contextmanager
     def session(self, summary):
         """Wraps the whole training: opens the files, catches signals, and saves a checkpoint at the end."""
+        if self.has_failed:
+            raise RuntimeError(
+                "the last train() failed after its checkpoint: make a new trainer, which resumes"
+            )
         self.signal = None
         self.clock = None
         if rank() == 0:
@@ -3144,8 +3172,10 @@ class Run:
         self.best_value = all_gather(self.best_value)[0]  # open_files() may have reset it on process 0
         self.log(summary)
         handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        self.has_failed = True  # until the end is reached
         try:
             yield
+            self.has_failed = False
             self.agree_on_stop()
             self.save()
             self.log(self.final_message())
@@ -3326,7 +3356,7 @@ class Run:
     # differs: mining trains no policy
     def final_message(self):
         if self.stop_signal:
-            return f"Stopped at step {self.step}: start it again to continue"
+            return f"Stopped at step {self.step}: start it again with RESUME=yes to continue"
         if STAGE == "mine":
             stage = "train" if self.state.round == 1 else "all"
             return f"Mined: {candidates_path(min(self.state.round, ROUNDS))}; STAGE={stage} trains on it"
@@ -3414,7 +3444,10 @@ class Run:
             if missing := sorted(vars(self.state).keys() - saved["state"].keys()):
                 raise ValueError(f"its state has no {', '.join(missing)}")
             if (prompts := saved["state"]["prompts"]) != self.state.prompts:
-                raise ValueError(f"it has {prompts} training prompts, and now there are {self.state.prompts}")
+                hint = "give the same data, or begin anew with RESUME=no"
+                raise ValueError(
+                    f"it has {prompts} training prompts, now there are {self.state.prompts}: {hint}"
+                )
             vars(self).update(saved["run"])
             vars(self.state).update(saved["state"])
             for name, optimizer in self.optimizers.items():
@@ -3424,19 +3457,26 @@ class Run:
             raise UserError(f"{folder} cannot be used, choose another: {first_line(error)}") from None
         for key, value in run_fingerprint().items():
             if before.get(key) != value and key not in _MAY_CHANGE:
+                self.has_changed = True
+                is_model = key in ("ACTOR_MODEL", "BASE_MODEL")
+                if is_model and Path(str(value)).name != Path(str(before.get(key))).name:
+                    fault = f"was trained from {key} = {before.get(key)!r}, not {value!r}"
+                    raise UserError(f"{folder} {fault}: give that one, or begin anew with RESUME=no")
                 self.log(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
 
     def open_files(self):
         """Moves files of an earlier run aside, cuts the logs back to the checkpoint, and opens them."""
         self.take_lock()  # again, if an earlier train() has ended
-        for stale in self.folder.glob("*.tmp"):  # half written when the program was killed
-            shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+        for pattern in self.old_files:
+            for stale in self.folder.glob(f"{pattern}.tmp"):  # half written when the program was killed
+                shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         continues_here = self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve()
         if continues_here:
             # Later checkpoints are broken or were given up: the next time a run resumes it must not find them
             old = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
             best = self.folder / "best/metrics.json"
-            if old and best.exists() and json.loads(best.read_text())["step"] > self.step:
+            is_later = best.exists() and json.loads(best.read_text())["step"] > self.step
+            if is_later and (old or self.has_changed):
                 old.append(best.parent)
         else:
             old = [path for pattern in self.old_files for path in self.folder.glob(pattern)]
@@ -3576,7 +3616,7 @@ def run_fingerprint():
     on which the last bits depend."""
     gpu = None
     if torch.cuda.is_available():
-        gpu = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)))
+        gpu = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     this_file = {Path(__file__).name: file_digest(__file__)["sha256"][:12]}
     return {**constants(), **this_file, "GPU": gpu, "OMP_NUM_THREADS": torch.get_num_threads()}
 
@@ -3633,9 +3673,10 @@ def did_you_mean(word, known):
 
 
 def read_value(text, allowed):
-    """Returns the value of a command-line argument: a Python literal, or the text itself."""
+    """Returns the value of a command-line argument: a Python literal, or the text itself, if not quoted."""
     value = text
-    if "str" not in allowed or ("None" in allowed and text == "None"):
+    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
+    if is_quoted or "str" not in allowed or ("None" in allowed and text == "None"):
         with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
     if "float" in allowed and type(value) is int:
@@ -3647,10 +3688,17 @@ def check_constants():
     """Refuses numbers out of range and unknown words before anything is loaded or written. Warns of names
     that nothing in this file reads, such as a misspelt constant that was pasted at its top."""
     names_in_file = Counter(re.findall(r"[A-Z]\w*", Path(__file__).read_text()))
-    for key in constants():
+    values = constants()
+    output = Path(OUTPUT_DIR).resolve()
+    for key, value in values.items():
         if names_in_file[key] < 2 and rank() == 0:  # it stands where it is set, and nowhere else
-            hint = did_you_mean(key, constants().keys() - {key})
+            hint = did_you_mean(key, values.keys() - {key})
             print(f"WARNING: nothing reads the constant {key}{hint}", flush=True)
+        if key.endswith("_MODEL") and value and values.get("STAGE") != "evaluate":
+            folders = [output / "best", *output.glob("step_*")]
+            if any(Path(value).resolve().is_relative_to(folder) for folder in folders):
+                hint = "which a new run moves and this one writes: set another OUTPUT_DIR"
+                raise UserError(f"{key} = {value!r} lies in OUTPUT_DIR, {hint}")
     for keys, allowed in _VALID_RANGES.items():
         for key in keys.split():
             value = globals()[key]

@@ -40,7 +40,7 @@ def threaded(function, threads: int, rows: int = 1):
         def call(start):
             part = slice(start, start + rows)
             taken = {name: values[part] for name, values in columns.items()}
-            values = function(prompts[part], responses[part], answers[part], **taken)
+            values = list(function(prompts[part], responses[part], answers[part], **taken))
             if len(values) != len(responses[part]):
                 raise ValueError(f"{len(values)} values for {len(responses[part])} responses")
             return values

@@ -167,8 +167,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        "did_you_mean(key, constants().keys() - {key})",
-        "did_you_mean(key, constants())",
+        "did_you_mean(key, values.keys() - {key})",
+        "did_you_mean(key, values)",
         HOME + "a_constant_that_nothing_reads_is_warned_of[ppo]",
     ),
     (

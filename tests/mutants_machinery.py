@@ -273,8 +273,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        "min(NUM_EPOCHS * steps_per_epoch, MAX",
-        "min(steps_per_epoch, MAX",
+        "max(0, NUM_EPOCHS - state.epoch)",
+        "max(0, 1 - state.epoch)",
         "tests/test_ppo.py::test_a_step_whose_constants_are_all_unlike_is_the_papers_in_float64",
     ),
     (

@@ -38,7 +38,7 @@ MUTANTS = [
         "for t in range(max_new_tokens):",
         RUN + "every_long_part_of_a_run_is_tracked",
     ),
-    (PPO, ' and json.loads(best.read_text())["step"] > self.step:', ":", BACK),
+    (PPO, 'best.exists() and json.loads(best.read_text())["step"] > self.step', "best.exists()", BACK),
     (
         PPO,
         'folder = self.checkpoint = self.folder / f"step_',
@@ -121,7 +121,7 @@ MUTANTS = [
         'repr({**rng_state, "torch": 0})',
         "tests/test_processes.py::test_processes_that_would_make_different_runs_end_with_a_sentence[torch]",
     ),
-    (PPO, "if old and best.exists()", "if False and best.exists()", BACK),
+    (PPO, "if is_later and (old or self.has_changed):", "if False:", BACK),
     (
         PPO,
         "        self.signal = None\n        self.clock = None\n        if rank",

@@ -127,8 +127,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        "        if not KL_TARGET:\n",
-        "        if True:\n",
+        "        if not KL_TARGET or",
+        "        if True or",
         "tests/test_run.py::test_a_checkpoint_keeps_every_field_of_the_state_by_itself[ppo]",
     ),
     # optimizers

@@ -482,3 +482,162 @@ def test_a_fault_of_the_data_to_score_names_its_constant(started, path, tmp_path
     words = ("STAGE=evaluate", f"EVALUATE_POLICY={TINY / 'policy'}", f"EVAL_DATASETS={data}")
     run = started(path, f"OUTPUT_DIR={tmp_path}", *words)
     assert run.returncode == 2 and "EVAL_DATASETS: " in run.stderr and "TRAIN_DATASETS" not in run.stderr
+
+
+# ---------------------------------------------------------------- found by a first reader of ppo.py
+
+
+def test_a_run_does_not_go_on_from_another_model(each, tmp_path):
+    module, trainer_class = each(MAX_STEPS=1, MAX_EVAL_PROMPTS=2)
+    trainer_class().train()
+    for name in ("another", "moved/policy"):
+        shutil.copytree(TINY / "policy", tmp_path / name)
+    resumed = dict(MAX_STEPS=2, MAX_EVAL_PROMPTS=2, RESUME="yes")
+    module, trainer_class = each(**resumed, ACTOR_MODEL=str(tmp_path / "another"))
+    with pytest.raises(
+        module.UserError, match="was trained from ACTOR_MODEL = .*, not .*another': give that"
+    ):
+        trainer_class()
+    module, trainer_class = each(**resumed, ACTOR_MODEL=str(tmp_path / "moved/policy"))
+    assert trainer_class().run.step == 1
+
+
+def test_a_model_of_the_runs_own_folder_is_refused(each, tmp_path):
+    shutil.copytree(TINY / "policy", tmp_path / "run/best/policy")
+    module, trainer_class = each(ACTOR_MODEL=str(tmp_path / "run/best/policy"), RESUME="no")
+    with pytest.raises(module.UserError, match="ACTOR_MODEL = .* lies in OUTPUT_DIR, .* set another"):
+        trainer_class()
+    module, trainer_class = each(ACTOR_MODEL=str(tmp_path / "run/best/policy"), RESUME="no")
+    module.OUTPUT_DIR = str(tmp_path / "other")
+    trainer_class()
+
+
+def test_a_target_revives_a_coefficient_of_zero(ppo):
+    ppo(MAX_STEPS=1, MAX_EVAL_PROMPTS=2).PPOTrainer().train()
+    resumed = dict(MAX_STEPS=2, MAX_EVAL_PROMPTS=2, RESUME="yes")
+    assert ppo(**resumed, KL_COEF=0.01, KL_TARGET=0.05).PPOTrainer().state.kl_coef == 0.01
+
+
+@pytest.mark.parametrize(
+    "path", ["ppo/ppo.py", "grpo/grpo.py", "ppo/sft.py", "ppo/reward_model.py", "rce/dpo.py"]
+)
+def test_the_last_step_is_that_of_the_prompts_that_are_left(path, tmp_path):
+    module = load_script(path, BATCH_SIZE=4, GRADIENT_ACCUMULATION_STEPS=1, NUM_EPOCHS=2, MAX_STEPS=None)
+
+    def last_step(step, **state):
+        return module.last_step(SimpleNamespace(prompts=10, **state), step)
+
+    assert last_step(0, epoch=0, cursor=0) == 6
+    assert last_step(1, epoch=1, cursor=4) == 6
+    assert last_step(7, epoch=1, cursor=7) == 7 + 1 + 3  # seven steps of one prompt
+    assert last_step(6, epoch=2, cursor=0) == 6
+    module.MAX_STEPS = 5
+    assert last_step(1, epoch=1, cursor=4) == 5
+
+
+def test_a_run_that_failed_is_resumed_by_a_new_trainer(each, monkeypatch):
+    module, trainer_class = each(MAX_STEPS=1, MAX_EVAL_PROMPTS=2)
+    trainer = trainer_class()
+
+    def fails(*words):
+        raise ValueError("a reward failed")
+
+    monkeypatch.setattr(trainer, "record", fails)
+    with pytest.raises(ValueError, match="a reward failed"):
+        trainer.train()
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="make a new trainer, which resumes"):
+        trainer.train()
+
+
+def test_files_that_are_not_the_runs_stay_in_its_folder(each, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("notes.tmp", "training_data.jsonl", "best.tmp"):
+        (run / name).write_text("mine")
+    module, trainer_class = each(RESUME="no", MAX_STEPS=1, MAX_EVAL_PROMPTS=2)
+    trainer_class().run.open_files()
+    assert (run / "notes.tmp").exists() and (run / "training_data.jsonl").exists()
+    assert not (run / "best.tmp").exists()
+
+
+def test_a_best_policy_of_a_future_with_other_constants_is_moved_aside(each, tmp_path):
+    module, trainer_class = each(MAX_STEPS=1, MAX_EVAL_PROMPTS=2)
+    trainer_class().train()
+    figures = tmp_path / "run/best/metrics.json"
+    step = json.loads((tmp_path / "run/logs/metrics.jsonl").read_text().splitlines()[-1])["step"]
+    figures.write_text(json.dumps({"step": step + 1}))
+    resumed = dict(MAX_STEPS=1, MAX_EVAL_PROMPTS=2, RESUME="yes")
+    module, trainer_class = each(**resumed)
+    trainer_class().run.open_files()
+    assert figures.exists()
+    module, trainer_class = each(**resumed, LEARNING_RATE=1e-5)
+    trainer_class().run.open_files()
+    assert not figures.exists() and list((tmp_path / "run").glob("old_*/best/metrics.json"))
+
+
+def test_a_plot_without_panels_is_no_error(ppo, tmp_path):
+    ppo().draw_plot([], tmp_path / "a.png", "title", [], {"train": "training", "eval": "held out"})
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_processes_on_the_cpu_of_a_machine_with_one_gpu_are_told_apart_by_nothing(ppo, monkeypatch):
+    module = ppo()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(module.torch.cuda, "get_device_name", lambda number: ["card"][number])
+    assert module.run_fingerprint()["GPU"] == "card"
+
+
+def test_a_reward_that_samples_from_a_sharded_model_is_refused(ppo, monkeypatch):
+    module = ppo()
+    model = torch.nn.Linear(1, 1)
+    monkeypatch.setattr(module, "FSDPModule", torch.nn.Linear)
+    monkeypatch.setattr(module, "_INSIDE_RANK_MAP", ["compute"])
+    refused = pytest.raises(module.UserError, match="a reward function cannot sample with a model")
+    with refused, module.full_parameters(model):
+        pass
+
+
+def test_an_accuracy_function_that_cannot_read_responses_gives_no_majority(each):
+    module, _ = each(EVALUATE_SAMPLES=2)
+    rows = [{"prompt": "p", "columns": {}}] * 4
+    batch = SimpleNamespace(responses=["a", "b", "1", "1"], rows=rows, columns={})
+    for function, votes in (
+        (lambda p, r, a: [float(int(x) == int(y)) for x, y in zip(r, a)], None),
+        (lambda p, r, a: [float(x == y) for x, y in zip(r, a)], [0, 0]),
+    ):
+        trainer = SimpleNamespace(accuracy_function=function)
+        found = module.majority_votes(trainer, batch)
+        assert (found is None) if votes is None else found.tolist() == votes
+
+
+def test_odd_columns_weights_data_sets_and_rewards_are_no_tracebacks(ppo):
+    module = ppo()
+
+    class Owner:
+        def score(self, prompts, responses, answers, **columns):
+            return [float(len(columns))]
+
+    columns = {"self": ["x"], "other": ["y"]}
+    assert module.call_reward("score", Owner().score, ["p"], ["r"], ["a"], columns).tolist() == [1.0]
+    with pytest.raises(module.UserError, match="the weight of 'exact_answer' is a number, not 'x'"):
+        module.resolve_rewards([("exact_answer", "x")], "REWARD_FUNCTIONS")
+    with pytest.raises(module.UserError, match="TRAIN_DATASETS: a data set is .*, not 'a.jsonl'"):
+        module.load_rows(["a.jsonl"], "TRAIN_DATASETS")
+    with pytest.raises(module.UserError, match="must return 1 finite numbers"):
+        module.check_scores("mine", [10**400], 1)
+    assert module.cell_text(True, "row") == "true" and module.cell_text(1, "row") == "1"
+
+
+def test_a_path_to_resume_from_must_exist(each, tmp_path):
+    module, trainer_class = each(RESUME=str(tmp_path / "typo"))
+    with pytest.raises(module.UserError, match="RESUME = .*typo': no such folder. It takes ask, yes, no, or"):
+        trainer_class()
+
+
+def test_a_quoted_argument_is_read_as_python_reads_it(each):
+    module, _ = each()
+    module.apply_overrides(['PROMPT_TEMPLATE="{input}\\nAnswer:"', "ACCURACY_FUNCTION='rouge_l'"])
+    assert module.PROMPT_TEMPLATE == "{input}\nAnswer:" and module.ACCURACY_FUNCTION == "rouge_l"
