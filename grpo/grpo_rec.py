@@ -916,6 +916,7 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
     if new_head:
         config.num_labels = 1
     options = {"config": config, "dtype": dtype, "output_loading_info": True}
+    options["ignore_mismatched_sizes"] = new_head
     model, info = load_pretrained(auto_class, path, constant, **options)
     missing = set(info["missing_keys"]) | {key[0] for key in info["mismatched_keys"]}
     bad_keys = missing | set(info["unexpected_keys"])
@@ -1829,7 +1830,12 @@ def load_adapted(auto_class, path, constant, device, saved, new_head):
     config.task_type = "CAUSAL_LM"
     if new_head:
         config.task_type = "TOKEN_CLS"
-        config.modules_to_save = ["score", "classifier"]  # the usual names of heads
+        heads = []  # such as score; a head may have several layers
+        for name, layer in model.named_children():
+            if name != model.base_model_prefix and list(layer.parameters()):
+                heads.append(name)
+        config.modules_to_save = heads
+        config.exclude_modules = rf"(.*\.)?({'|'.join(heads)})(\..*)?"
     warnings.filterwarnings("error", "Model has .tie_word_embeddings")  # merging would change both layers
     try:
         model.add_adapter(config)

@@ -217,7 +217,7 @@ def preference_loss(chosen, rejected, margins, is_tie, center_coef):
 
 def agreement(chosen, rejected):
     """Returns whether each pair's chosen answer has the higher score, (rows,); of equal scores a half."""
-    return (chosen > rejected).double() + 0.5 * (chosen == rejected).double()
+    return (chosen > rejected).to(chosen.dtype) + 0.5 * (chosen == rejected).to(chosen.dtype)
 
 
 def reliability(chosen, rejected, num_bins=5):
@@ -289,7 +289,7 @@ class RewardModelTrainer:
         self.eval_rows = load_pairs(self, EVAL_DATASETS, "EVAL_DATASETS", keys, MAX_EVAL_PAIRS)
         self.read_pairs = self.pair_scores
         if is_decoder(self.model) and reads_joined(
-            self.model, self.joined_scores, self.pair_scores, self.train_rows
+            self.model, self.joined_scores, self.pair_scores, self.train_rows + self.eval_rows
         ):
             self.read_pairs = self.joined_scores
         self.held_out = None  # scores and lengths of the last evaluation's pairs, for a picture
@@ -460,6 +460,7 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
     if new_head:
         config.num_labels = 1
     options = {"config": config, "dtype": dtype, "output_loading_info": True}
+    options["ignore_mismatched_sizes"] = new_head
     model, info = load_pretrained(auto_class, path, constant, **options)
     missing = set(info["missing_keys"]) | {key[0] for key in info["mismatched_keys"]}
     if new_head:  # the head may be missing or another one: only the body must be complete
@@ -1207,7 +1208,12 @@ def load_adapted(auto_class, path, constant, device, saved, new_head):
     config.task_type = "CAUSAL_LM"
     if new_head:
         config.task_type = "TOKEN_CLS"
-        config.modules_to_save = ["score", "classifier"]  # the usual names of heads
+        heads = []  # such as score; a head may have several layers
+        for name, layer in model.named_children():
+            if name != model.base_model_prefix and list(layer.parameters()):
+                heads.append(name)
+        config.modules_to_save = heads
+        config.exclude_modules = rf"(.*\.)?({'|'.join(heads)})(\..*)?"
     warnings.filterwarnings("error", "Model has .tie_word_embeddings")  # merging would change both layers
     try:
         model.add_adapter(config)
@@ -1814,7 +1820,7 @@ def draw_pairs(run, held_out):
     figure = Figure(figsize=(16, 4.6))
     figure.subplots_adjust(0.05, 0.13, 0.99, 0.83, wspace=0.2)
     accuracy = agreement(chosen, rejected).mean().item()
-    rule = agreement(chosen_lengths, rejected_lengths).mean().item()
+    rule = agreement(chosen_lengths.double(), rejected_lengths.double()).mean().item()
     facts = f"accuracy {accuracy:.1%}; the longer answer is the chosen one in {rule:.1%}"
     figure.suptitle(f"{run.title}: {len(chosen)} held-out pairs after step {run.step}; {facts}")
     axis = figure.add_subplot(1, 3, 1, xlabel="score of the chosen minus the rejected answer", ylabel="pairs")

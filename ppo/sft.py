@@ -557,6 +557,7 @@ def sample_answers(model, tokenizer, prompts, greedy):
     if not greedy:
         settings |= {"temperature": TEMPERATURE, "top_k": 0, "top_p": 1.0}
     config = GenerationConfig(do_sample=not greedy, **settings)
+    own_config = model.generation_config  # generate() would take from it what is not set here
 
     def sample_chunk(first):
         chunk = prompts[first : first + EVAL_BATCH_SIZE]
@@ -565,7 +566,11 @@ def sample_answers(model, tokenizer, prompts, greedy):
         with autocast(model), torch.random.fork_rng():
             torch.manual_seed(SEED + first)
             options = {"attention_mask": mask, "generation_config": config, "synced_gpus": False}
-            answers = model.generate(ids, **options)[:, ids.shape[1] :]
+            model.generation_config = GenerationConfig()
+            try:
+                answers = model.generate(ids, **options)[:, ids.shape[1] :]
+            finally:
+                model.generation_config = own_config
         return tokenizer.batch_decode(answers, skip_special_tokens=True)
 
     with full_parameters(model):
@@ -797,7 +802,10 @@ def load_demonstrations(trainer, datasets, constant, limit):
     for spec, record, row_id, where in read_datasets(datasets, constant, required, [], limit):
         if "messages" in spec:
             chat = read_chat(look_up(record, spec["messages"], where), f"{where}: {spec['messages']!r}")
-            turns = [message["content"] for message in chat if message["role"] == "assistant"]
+            turns = []
+            for message in chat:
+                if message["role"] == "assistant":
+                    turns.append(f"{message['content']}{message.get('tool_calls', '')}")
         else:
             prompt = read_prompt(look_up(record, spec["input"], where), f"{where}: {spec['input']!r}")
             turns = [cell_text(look_up(record, spec["output"], where), f"{where}: {spec['output']!r}")]
@@ -809,6 +817,9 @@ def load_demonstrations(trainer, datasets, constant, limit):
             continue
         if "messages" in spec:
             prompt, ids, trained = encode_turns(trainer, chat, where)
+            if not trained:
+                left_out.setdefault("in which only the first message is the assistant's", []).append(row_id)
+                continue
         else:
             ids, trained = encode_answer(trainer, prompt, turns[0], where)
         if len(ids) > MAX_TOKENS:
@@ -885,9 +896,9 @@ def log_left_out(trainer, constant, left_out, kept):
 
 
 def check_lengths(trainer, rows, constant):
-    """The model must be able to read all rows, and to sample an answer to their prompts."""
+    """The model must be able to read all rows, and to sample an answer to the prompts held out."""
     longest = max(column(rows, "length"), default=0)
-    if trainer.accuracy_function:
+    if trainer.accuracy_function and constant == "EVAL_DATASETS":
         longest = max([longest, *(len(row["prompt_ids"]) + MAX_NEW_TOKENS for row in rows)])
     if longest > max_positions(trainer.actor):
         fault = f"reads at most {max_positions(trainer.actor)} tokens, but a row may have {longest}"
@@ -927,7 +938,17 @@ def encode_answer(trainer, prompt, answer, where):
         raise UserError(f"{where}: the tokenizer gives no token for this prompt")
     ids = ids[: start + num_until_end(ids[start:], trainer.end_ids)]
     check_ids(trainer, ids, where)
+    check_end(trainer, ids[start:], where)
     return ids, range(start, len(ids))
+
+
+def check_end(trainer, trained_ids, where):
+    """Refuses an answer without an end token: the policy would never learn to stop."""
+    if not set(trained_ids) & set(trainer.end_ids):
+        decode = trainer.tokenizer.decode
+        fault = f"an answer ends in {decode(trained_ids[-2:])!r} by the chat template, but sampling stops at"
+        hint = "set eos_token in tokenizer_config.json to what ends a turn"
+        raise UserError(f"{where}: {fault} {decode(trainer.end_ids)!r}: {hint}")
 
 
 def num_until_end(ids, end_ids):
@@ -940,8 +961,9 @@ def num_until_end(ids, end_ids):
 
 def encode_turns(trainer, chat, where):
     """Returns the messages before the last turn of the assistant, the chat's ids, and the places of those
-    that are trained: every turn of the assistant up to its end token. The places come from the markers
-    {% generation %} of the chat template; if it has none, from what each turn adds to the ids before it."""
+    that are trained: every turn of the assistant, but for a chat's first message. The places come from the
+    markers {% generation %} of the chat template; if it has none, from what each turn adds to the ids before
+    it, up to its end token."""
     tokenizer, messages = trainer.tokenizer, as_messages(chat)
     if not tokenizer.chat_template:
         fault = f"a chat needs a chat template, which {tokenizer.name_or_path!r} lacks"
@@ -949,7 +971,11 @@ def encode_turns(trainer, chat, where):
     roles = column(messages, "role")
     if re.search(r"{%-?\s*generation\s*-?%}", tokenizer.chat_template):
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        encoded = tokenizer.apply_chat_template(messages, **options)
+        try:
+            encoded = tokenizer.apply_chat_template(messages, **options)
+        except Exception as error:  # a template may refuse roles, or their order, by any type
+            fault = f"does not take these messages ({first_line(error)})"
+            raise UserError(f"{where}: the chat template of {tokenizer.name_or_path!r} {fault}") from None
         ids = encoded["input_ids"]
         trained = np.flatnonzero(encoded["assistant_masks"]).tolist()
         if not trained:
@@ -958,7 +984,7 @@ def encode_turns(trainer, chat, where):
         ids = ids_of_chat(tokenizer, messages, where, False)
         trained = []
         for i, role in enumerate(roles):
-            if role != "assistant":
+            if role != "assistant" or i == 0:  # nothing stands before a first message
                 continue
             before = ids_of_chat(tokenizer, messages[:i], where, True)
             after = ids_of_chat(tokenizer, messages[: i + 1], where, False)
@@ -968,10 +994,13 @@ def encode_turns(trainer, chat, where):
                 raise UserError(f"{where}: {fault}: {hint}")
             turn = after[len(before) :]
             trained += range(len(before), len(before) + num_until_end(turn, trainer.end_ids))
-    if trained[0] == 0:  # nothing predicts the first token
+    if trained and trained[0] == 0:  # nothing predicts the first token
         trained = trained[1:]
+    if not trained:
+        return messages, ids, trained
     ids = ids[: trained[-1] + 1]
     check_ids(trainer, ids, where)
+    check_end(trainer, [ids[t] for t in trained], where)
     last_answer = len(roles) - 1 - roles[::-1].index("assistant")
     return messages[:last_answer], ids, trained
 
@@ -987,7 +1016,8 @@ def ids_of_chat(tokenizer, messages, where, add_generation_prompt):
 def start_of_last_turn(trained):
     """Returns the first of the places that follow one another up to the last trained one."""
     start = trained[-1]
-    while start - 1 in trained:
+    places = set(trained)
+    while start - 1 in places:
         start -= 1
     return start
 

@@ -270,7 +270,7 @@ class DPOTrainer:
         for rows, constant in ((self.train_rows, "TRAIN_DATASETS"), (self.eval_rows, "EVAL_DATASETS")):
             check_lengths(self, rows, constant)
         check_padding(self.actor, column(self.train_rows, "chosen_answer"))
-        self.read_pairs = pair_reader(self.actor, self.train_rows)
+        self.read_pairs = pair_reader(self.actor, self.train_rows + self.eval_rows)
         # What a checkpoint keeps beside weights, optimizers and random generators. order: this epoch's
         # permutation of the rows. prompts: their number, compared when a run resumes
         num_rows = len(self.train_rows)
@@ -296,11 +296,18 @@ class DPOTrainer:
         """Adds to each row the log-probabilities of its answers under the reference, "ref_chosen" and
         "ref_rejected". Once is enough: the reference never changes. A resumed run computes the same bits."""
         reference, read = self.actor, self.read_pairs
-        if REFERENCE_MODEL or (self.run.checkpoint and not LORA_RANK):  # else the actor is the initial one
+        rows = self.train_rows + self.eval_rows
+        actor_has_moved = self.run.checkpoint and not LORA_RANK  # else it is the initial one
+        if REFERENCE_MODEL or actor_has_moved:
             path = REFERENCE_MODEL or ACTOR_MODEL
             reference = load_model(AutoModelForCausalLM, path, "REFERENCE_MODEL", self.device)
-            read = pair_reader(reference, self.train_rows)
-        rows = self.train_rows + self.eval_rows
+            largest = 0
+            for row in rows:
+                largest = max(largest, *row["chosen_answer"]["ids"], *row["rejected_answer"]["ids"])
+            if largest >= vocab_size(reference) or max(column(rows, "length")) > max_positions(reference):
+                fault = "cannot read all answers: it must know the actor's tokens, and as long texts"
+                raise UserError(f"REFERENCE_MODEL = {str(path)!r} {fault}")
+            read = pair_reader(reference, rows)
         with without_adapter(reference):
             chosen, rejected = map_rows(read, reference, rows)
         for row, ref_chosen, ref_rejected in zip(rows, chosen.tolist(), rejected.tolist()):
@@ -312,7 +319,8 @@ class DPOTrainer:
         for key in ("chosen", "rejected"):
             ids, trained = encode_answer(self, row["prompt"], row[key], where)
             row[f"{key}_answer"] = {"ids": ids, "trained": trained}
-        row["prompt_ids"] = ids[: trained.start]
+        answer = row["chosen_answer"]
+        row["prompt_ids"] = answer["ids"][: answer["trained"].start]
         row["length"] = max(len(row[f"{key}_answer"]["ids"]) for key in ("chosen", "rejected"))
         row["answer"] = None
         if "output" in spec:
@@ -702,6 +710,7 @@ def sample_answers(model, tokenizer, prompts, greedy):
     if not greedy:
         settings |= {"temperature": TEMPERATURE, "top_k": 0, "top_p": 1.0}
     config = GenerationConfig(do_sample=not greedy, **settings)
+    own_config = model.generation_config  # generate() would take from it what is not set here
 
     def sample_chunk(first):
         chunk = prompts[first : first + EVAL_BATCH_SIZE]
@@ -710,7 +719,11 @@ def sample_answers(model, tokenizer, prompts, greedy):
         with autocast(model), torch.random.fork_rng():
             torch.manual_seed(SEED + first)
             options = {"attention_mask": mask, "generation_config": config, "synced_gpus": False}
-            answers = model.generate(ids, **options)[:, ids.shape[1] :]
+            model.generation_config = GenerationConfig()
+            try:
+                answers = model.generate(ids, **options)[:, ids.shape[1] :]
+            finally:
+                model.generation_config = own_config
         return tokenizer.batch_decode(answers, skip_special_tokens=True)
 
     with full_parameters(model):
@@ -1058,9 +1071,9 @@ def read_chat(value, where):
 
 
 def check_lengths(trainer, rows, constant):
-    """The model must be able to read all rows, and to sample an answer to their prompts."""
+    """The model must be able to read all rows, and to sample an answer to the prompts held out."""
     longest = max(column(rows, "length"), default=0)
-    if trainer.accuracy_function:
+    if trainer.accuracy_function and constant == "EVAL_DATASETS":
         longest = max([longest, *(len(row["prompt_ids"]) + MAX_NEW_TOKENS for row in rows)])
     if longest > max_positions(trainer.actor):
         fault = f"reads at most {max_positions(trainer.actor)} tokens, but a row may have {longest}"
@@ -1091,7 +1104,17 @@ def encode_answer(trainer, prompt, answer, where):
         raise UserError(f"{where}: the tokenizer gives no token for this prompt")
     ids = ids[: start + num_until_end(ids[start:], trainer.end_ids)]
     check_ids(trainer, ids, where)
+    check_end(trainer, ids[start:], where)
     return ids, range(start, len(ids))
+
+
+def check_end(trainer, trained_ids, where):
+    """Refuses an answer without an end token: the policy would never learn to stop."""
+    if not set(trained_ids) & set(trainer.end_ids):
+        decode = trainer.tokenizer.decode
+        fault = f"an answer ends in {decode(trained_ids[-2:])!r} by the chat template, but sampling stops at"
+        hint = "set eos_token in tokenizer_config.json to what ends a turn"
+        raise UserError(f"{where}: {fault} {decode(trainer.end_ids)!r}: {hint}")
 
 
 def num_until_end(ids, end_ids):

@@ -14,7 +14,7 @@ MUTANTS = [
     ),
     (
         "ppo/ppo.py",
-        '        config.modules_to_save = ["score", "classifier"]',
+        "        config.modules_to_save = heads",
         "        config.modules_to_save = None",
         "tests/test_lora.py::test_the_critics_head_is_trained_whole_and_saved",
     ),

@@ -120,7 +120,7 @@ MUTANTS = [
     ),
     (
         DPO,
-        "        if REFERENCE_MODEL or (self.run.checkpoint and not LORA_RANK):",
+        "        if REFERENCE_MODEL or actor_has_moved:",
         "        if REFERENCE_MODEL:",
         SAME_RUN + "[dpo]",
     ),
@@ -146,7 +146,7 @@ MUTANTS = [
         "    return messages[: last_answer + 1], ids, trained",
         TURNS,
     ),
-    (SFT, "    while start - 1 in trained:", "    while False:", TURNS),
+    (SFT, "    while start - 1 in places:", "    while False:", TURNS),
     (
         SFT,
         "or ids[: len(after)] != after:",
@@ -222,7 +222,7 @@ MUTANTS = [
     (RM, '"1": True, "false": False', '"1": True, "false": True', TIES),
     (RM, "            is_ordered = ~torch.tensor(", "            is_ordered = torch.tensor(", TIES),
     # Figures
-    (RM, "+ 0.5 * (chosen == rejected).double()", "+ (chosen == rejected).double()", FIGURES),
+    (RM, "+ 0.5 * (chosen == rejected)", "+ 1.0 * (chosen == rejected)", FIGURES),
     (
         RM,
         "    is_equal = chosen_lengths == rejected_lengths",
@@ -352,7 +352,7 @@ MUTANTS = [
         SEPARATE + "[dpo]",
     ),
     (DPO, "    rows = [max(rows, key=lambda row: row", "    rows = [min(rows, key=lambda row: row", WINDOW),
-    (DPO, "            read = pair_reader(reference, self.train_rows)\n", "", OTHER_REFERENCE),
+    (DPO, "            read = pair_reader(reference, rows)\n", "", OTHER_REFERENCE),
     (
         "tools/show.py",
         '"text", "trained", "chosen"',

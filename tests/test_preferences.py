@@ -16,7 +16,8 @@ from conftest import NATS, ROOT, TINY, assert_same_state, load_script, read, unt
 from safetensors.torch import load_file
 from test_processes import Processes
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers import BertConfig, BertForSequenceClassification, MistralConfig, MistralForCausalLM
+from transformers import BertConfig, BertForSequenceClassification, DebertaV2Config, DistilBertConfig
+from transformers import LlamaConfig, MistralConfig, MistralForCausalLM
 
 SFT, RM, DPO = "ppo/sft.py", "ppo/reward_model.py", "rce/dpo.py"
 CLASSES = {SFT: "SFTTrainer", RM: "RewardModelTrainer", DPO: "DPOTrainer"}
@@ -782,3 +783,100 @@ def test_the_best_and_the_worst_candidate_of_a_prompt_are_a_pair(tmp_path, monke
     (pair,) = read(tmp_path / "pairs.jsonl")
     assert pair == {"prompt": "a?", "chosen": "a2", "rejected": "a3", "margin": pytest.approx(1.8)}
     assert capsys.readouterr().out.startswith("1 pairs of 3 prompts")
+
+
+# ---------------------------------------------------------------- found by a first reader of the files
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("path", ["ppo/sft.py", "rce/dpo.py"])
+def test_answers_that_end_in_another_token_than_sampling_does_are_refused(path, tmp_path):
+    """As Qwen2.5-0.5B: the template ends a turn by <|im_end|>, sampling by EOS."""
+    script = load_script(path, OUTPUT_DIR=str(tmp_path / "run"), MAX_STEPS=1)
+    trainer = trainer_of(script)
+    assert len(script.encode_answer(trainer, "What is 2 + 2?", "4", "row 1")[1]) > 1
+    trainer.tokenizer.chat_template = CHATML
+    with pytest.raises(
+        script.UserError, match="row 1: an answer ends in .* but sampling stops at .*eos_token"
+    ):
+        script.encode_answer(trainer, "What is 2 + 2?", "4", "row 1")
+
+
+def trainer_of(script):
+    """The one trainer class of a module."""
+    (name,) = [name for name in vars(script) if name.endswith("Trainer")]
+    return getattr(script, name)()
+
+
+def test_a_first_message_of_the_assistant_is_not_trained(tmp_path, capsys):
+    hello = {"role": "assistant", "content": "Hello"}
+    chats = [[hello, {"role": "user", "content": "2"}, {"role": "assistant", "content": "4"}], [hello]]
+    lines = "".join(json.dumps({"chat": chat}) + "\n" for chat in chats)
+    (tmp_path / "chats.jsonl").write_text(lines)
+    spec = {"path": str(tmp_path / "chats.jsonl"), "type": "jsonl", "messages": "chat"}
+    script = load_script("ppo/sft.py", OUTPUT_DIR=str(tmp_path / "run"))
+    trainer = trainer_of(script)
+    trainer.tokenizer.chat_template = CHATML.replace("<|im_end|>", "{{ eos_token }}")
+    (row,) = script.load_demonstrations(trainer, [spec], "TRAIN_DATASETS", None)
+    trained = trainer.tokenizer.decode([row["ids"][t] for t in row["trained"]])
+    assert "4" in trained and "Hello" not in trained and trained.endswith(trainer.tokenizer.eos_token)
+    assert "in which only the first message is the assistant's" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", ["ppo/sft.py", "rce/dpo.py"])
+def test_the_models_own_filters_do_not_change_sampled_answers(path, tmp_path):
+    script = load_script(path, OUTPUT_DIR=str(tmp_path / "run"), MAX_NEW_TOKENS=12)
+    trainer = trainer_of(script)
+    prompts = [row["prompt_ids"] for row in trainer.eval_rows[:8]]
+
+    def sampled():
+        return script.sample_answers(trainer.actor, trainer.tokenizer, prompts, False)
+
+    plain = sampled()
+    trainer.actor.generation_config.min_p = 0.9
+    trainer.actor.generation_config.no_repeat_ngram_size = 2
+    assert sampled() == plain and trainer.actor.generation_config.min_p == 0.9
+
+
+def test_prompts_to_train_on_need_no_room_for_a_sampled_answer(tmp_path, monkeypatch):
+    script = load_script("ppo/sft.py", OUTPUT_DIR=str(tmp_path / "run"))
+    trainer = SimpleNamespace(accuracy_function=len, actor=None)
+    monkeypatch.setattr(script, "max_positions", lambda model: 50)
+    rows = [{"length": 45, "prompt_ids": [5] * 40}]
+    script.check_lengths(trainer, rows, "TRAIN_DATASETS")
+    with pytest.raises(script.UserError, match="reads at most 50 tokens, but a row may have"):
+        script.check_lengths(trainer, rows, "EVAL_DATASETS")
+
+
+def test_a_reference_that_does_not_know_all_tokens_is_refused(tmp_path):
+    sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    config = LlamaConfig(**sizes, vocab_size=40)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "small")
+    words = dict(OUTPUT_DIR=str(tmp_path / "run"), REFERENCE_MODEL=str(tmp_path / "small"))
+    script = load_script("rce/dpo.py", **words)
+    with pytest.raises(script.UserError, match="REFERENCE_MODEL = .* cannot read all answers"):
+        trainer_of(script)
+
+
+@pytest.mark.parametrize("config_class", [DistilBertConfig, DebertaV2Config])
+def test_heads_of_several_layers_are_trained_whole_beside_adapters(config_class, tmp_path):
+    names = dict(vocab_size=500, max_position_embeddings=64, num_labels=2)
+    if config_class is DistilBertConfig:
+        config = config_class(**names, dim=16, n_layers=1, n_heads=2, hidden_dim=16)
+    else:
+        sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+        config = config_class(**names, **sizes)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "base")
+    script = load_script("ppo/reward_model.py", LORA_RANK=2)
+    where = (tmp_path / "base", "BASE_MODEL", torch.device("cpu"))
+    model = script.load_adapted(AutoModelForSequenceClassification, *where, None, True)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    heads = [name for name in trained if not name.startswith(model.base_model_prefix)]
+    assert len(heads) == 4 and all("modules_to_save" in name for name in heads)  # two layers with biases
+    assert any("lora_A" in name for name in trained)
+    assert model.config.num_labels == 1  # the base had two

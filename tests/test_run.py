@@ -170,7 +170,7 @@ def test_a_constant_of_another_trainer_is_answered_with_this_ones():
     for file, module in modules.items():
         for key, here in module._INSTEAD_HERE.items():
             assert key not in names[file] and any(key in others for others in names.values()), (file, key)
-            known = re.findall(r"[A-Z]+_[A-Z_]+|[A-Z]{4,}", here)
+            known = re.findall(r"[A-Z0-9]+_[A-Z_]+|[A-Z]{4,}", here)
             assert known and set(known) <= names[file], (file, here)
             with pytest.raises(
                 module.UserError, match=f"{key} is a constant of other trainers; here set {here.split()[0]}"
