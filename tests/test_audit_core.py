@@ -405,7 +405,7 @@ def test_rces_loss_stays_finite_and_its_gradient_whole_under_an_edited_sampler(r
         trainer.run.step, trainer.run.total_steps = 1, 4
         batch = script.make_batch([row["ids"]] * 2, [[20, 21, 1], [30, 1]], trainer.device)
         batch.rows = [row, row]
-        batch.weights, batch.prompts = torch.tensor([0.75, 0.25]), 1
+        batch.weights, batch.num_prompts = torch.tensor([0.75, 0.25]), 1
         gradient, metrics = gradient_of_update(trainer, batch)
         assert metrics["policy_loss"] < 100
         gradients.append(gradient)

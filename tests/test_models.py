@@ -335,7 +335,7 @@ def test_in_bfloat16_mining_ends_where_greedy_responses_score_otherwise(trainer_
         return batch
 
     monkeypatch.setattr(script, "respond", unlikely)
-    says = "nats per token from what it gave them .DTYPE = bfloat16"
+    says = "nats per token off what sampling gave them .DTYPE = bfloat16"
     with pytest.raises(script.UserError, match=says):
         trainer.mine_chunk(rows)
 

@@ -1796,8 +1796,8 @@ LONG = {"questions": [asked(question="Ada " * 6000)]}
         ({}, {"PARAGRAPH": "{n} {title}"}, "it takes {text}, {n}, {title}; a brace"),
         ({}, {"DATASET": {"type": "folder"}}, "it takes {'path': ..., 'type'"),
         ({}, {"DATASET": {"path": 3, "type": "folder"}}, "it takes {'path': ..., 'type'"),
-        ({"questions": [asked(question="Who \ud800?")]}, {}, r"'Who \ud800?' has half a surrogate"),
-        ({"corpus": [{"title": "Zed", "text": "\udc00"}]}, {}, r"'\udc00' has half a surrogate"),
+        ({"questions": [asked(question="Who \ud800?")]}, {}, r"'Who \ud800?' has a lone surrogate"),
+        ({"corpus": [{"title": "Zed", "text": "\udc00"}]}, {}, r"'\udc00' has a lone surrogate"),
     ],
 )
 def test_odd_input_is_one_sentence_and_a_run_stays(
@@ -1890,7 +1890,7 @@ def test_words_that_the_generator_does_not_know_are_said(rag, world, tmp_path, c
         ({"FIXED_ACTION": (20, 0.7, 0)}, "FIXED_ACTION = (20, 0.7, 0) is none of"),
         ({"DATASET": {"path": "x", "type": "csv"}}, "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' |"),
         ({"DATASET": {"path": "/no/such", "type": "folder"}}, "DATASET: there is no folder /no/such"),
-        ({"DATASET": {"path": "/no/such.json", "type": "hotpotqa"}}, "/no/such.json is no JSON to read"),
+        ({"DATASET": {"path": "/no/such.json", "type": "hotpotqa"}}, "/no/such.json cannot be read as JSON"),
         ({"GENERATOR": "/no/such"}, "GENERATOR = '/no/such': no such folder"),
         ({"TEST_QUESTIONS": 30}, "32 questions leave none to train on beside TEST_QUESTIONS = 30 and VALID"),
     ],

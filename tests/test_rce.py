@@ -618,7 +618,7 @@ def test_a_model_that_scores_otherwise_than_it_answers_is_refused(rce, monkeypat
             return batch
 
         monkeypatch.setattr(script, "respond", respond)
-        with pytest.raises(script.UserError, match="nats per token from what it gave them"):
+        with pytest.raises(script.UserError, match="nats per token off what sampling gave them"):
             trainer.mine_chunk(trainer.train_rows[:2])
 
 
