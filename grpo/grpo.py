@@ -1843,7 +1843,8 @@ def respond(model, tokenizer, prompts, uniform, group_size=1):
     with full_parameters(model):
         chunks = map_over_ranks(range(0, len(prompts), prompts_at_a_time), sample_chunk)
     ids, lengths, logprobs, entropies = (torch.cat(x).to(model.device) for x in zip(*chunks))
-    responses = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist())]
+    # One copy from the device: each row begins with its length
+    responses = [row[:length] for length, *row in torch.cat([lengths[:, None], ids], 1).tolist()]
     batch = make_batch(repeat_each(prompts, group_size), responses, model.device)
     width = batch.response_mask.shape[1]
     batch.logprobs = logprobs[:, :width]
@@ -2096,8 +2097,8 @@ def evaluate_policy(trainer_class):
 # differs: which models are not needed
 def trainer_to_evaluate(trainer_class, policy):
     """Returns a trainer with the policy as its actor. No data to train on are loaded."""
-    global ACTOR_MODEL, LORA_RANK, TRAIN_DATASETS, MAX_TRAIN_PROMPTS
-    ACTOR_MODEL, LORA_RANK = policy, 0
+    global STAGE, ACTOR_MODEL, LORA_RANK, TRAIN_DATASETS, MAX_TRAIN_PROMPTS
+    STAGE, ACTOR_MODEL, LORA_RANK = "evaluate", policy, 0
     TRAIN_DATASETS, MAX_TRAIN_PROMPTS = EVAL_DATASETS, MAX_EVAL_PROMPTS
     return trainer_class(resume_from_checkpoint="no")
 

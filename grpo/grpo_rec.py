@@ -174,7 +174,7 @@ SFT_LR_SCHEDULER_TYPE: str | None = (
 SFT_WARMUP = 0.05  # share of SFT's steps in which the learning rate rises
 SFT_WEIGHT_DECAY = 0.05  # share of the weights that a pass takes away at the full learning rate
 SFT_EVALUATIONS = 10  # of validation during SFT, equally many steps apart; 0: only before and after it
-SFT_PATIENCE = 3  # passes through the data without a better NDCG@10 before SFT ends; 0: never
+SFT_PATIENCE = 3  # passes that had an evaluation, but no better NDCG@10, before SFT ends; 0: never
 
 # Rollout
 CANDIDATES = "beam"  # beam | sample
@@ -723,8 +723,8 @@ class RecTrainer:
     def evaluate_sft(self):
         """Returns evaluate(), and keeps the best policy so far in the reference, whatever happens to best/.
 
-        state.sft_waited counts passes through the data since the last better evaluation; state.sft_judged is
-        the last pass that was counted, or had a better one."""
+        state.sft_waited counts passes through the data whose evaluations brought nothing better;
+        state.sft_judged is the last pass that was counted, or had a better one."""
         metrics = self.evaluate()
         if metrics["ndcg@10"] > self.state.sft_best:
             self.state.sft_best = metrics["ndcg@10"]
@@ -732,7 +732,7 @@ class RecTrainer:
             self.state.sft_judged = self.state.epoch
             self.reference.load_state_dict(self.actor.state_dict())
         elif self.state.sft_judged < self.state.epoch:
-            self.state.sft_waited += self.state.epoch - self.state.sft_judged
+            self.state.sft_waited += 1
             self.state.sft_judged = self.state.epoch
         return metrics
 
@@ -1774,8 +1774,8 @@ def evaluate_policy(trainer_class):
 # differs: load_splits() leaves out the data to train on
 def trainer_to_evaluate(trainer_class, policy):
     """Returns a trainer with the policy as its actor. No data to train on are loaded."""
-    global ACTOR_MODEL, LORA_RANK
-    ACTOR_MODEL, LORA_RANK = policy, 0
+    global STAGE, ACTOR_MODEL, LORA_RANK
+    STAGE, ACTOR_MODEL, LORA_RANK = "evaluate", policy, 0
     return trainer_class(resume_from_checkpoint="no")
 
 

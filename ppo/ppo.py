@@ -1934,7 +1934,8 @@ def respond(model, tokenizer, prompts, uniform, group_size=1):
     with full_parameters(model):
         chunks = map_over_ranks(range(0, len(prompts), prompts_at_a_time), sample_chunk)
     ids, lengths, logprobs = (torch.cat(x).to(model.device) for x in zip(*chunks))
-    responses = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist())]
+    # One copy from the device: each row begins with its length
+    responses = [row[:length] for length, *row in torch.cat([lengths[:, None], ids], 1).tolist()]
     batch = make_batch(repeat_each(prompts, group_size), responses, model.device)
     width = batch.response_mask.shape[1]
     batch.logprobs = logprobs[:, :width]
@@ -2187,8 +2188,9 @@ def evaluate_policy(trainer_class):
 def trainer_to_evaluate(trainer_class, policy):
     """Returns a trainer with the policy as its actor, without a reference. Its critic and its rows to train
     on are not used."""
-    global ACTOR_MODEL, CRITIC_MODEL, LORA_RANK, KL_COEF, KL_TARGET, REFERENCE_MODEL
+    global STAGE, ACTOR_MODEL, CRITIC_MODEL, LORA_RANK, KL_COEF, KL_TARGET, REFERENCE_MODEL
     global TRAIN_DATASETS, MAX_TRAIN_PROMPTS
+    STAGE = "evaluate"
     ACTOR_MODEL, CRITIC_MODEL, LORA_RANK = policy, None, 0
     KL_COEF, KL_TARGET, REFERENCE_MODEL = 0.0, None, None
     TRAIN_DATASETS, MAX_TRAIN_PROMPTS = EVAL_DATASETS, MAX_EVAL_PROMPTS

@@ -556,8 +556,9 @@ class RCETrainer:
             facts = mining_facts(VALIDATION_FRACTION=VALIDATION_FRACTION)
         if path.exists():
             mined_with = read_parquet(path)[1]
+            keys = facts.keys() - {"BATCH_SIZE"}  # which decides the parts of an unfinished file alone
             if mined_with:  # else the file is not this program's
-                check_facts(path, mined_with, facts, facts, "start afresh with RESUME=no")
+                check_facts(path, mined_with, facts, keys, "start afresh with RESUME=no")
             return True
         rows = self.round_rows()
         with full_parameters(self.actor, self.reward_model):
@@ -2013,7 +2014,8 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None):
     with full_parameters(model):
         chunks = map_over_ranks(range(0, len(prompts), prompts_at_a_time), sample_chunk)
     ids, lengths, logprobs = (torch.cat(x).to(model.device) for x in zip(*chunks))
-    responses = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist())]
+    # One copy from the device: each row begins with its length
+    responses = [row[:length] for length, *row in torch.cat([lengths[:, None], ids], 1).tolist()]
     batch = make_batch(repeat_each(prompts, group_size), responses, model.device)
     width = batch.response_mask.shape[1]
     batch.logprobs = logprobs[:, :width]
@@ -2236,8 +2238,8 @@ def evaluate_policy(trainer_class):
 # differs: which models are not needed
 def trainer_to_evaluate(trainer_class, policy):
     """Returns a trainer with the policy as its actor. No data to train on are loaded."""
-    global ACTOR_MODEL, LORA_RANK, TRAIN_DATASETS, MAX_TRAIN_PROMPTS
-    ACTOR_MODEL, LORA_RANK = policy, 0
+    global STAGE, ACTOR_MODEL, LORA_RANK, TRAIN_DATASETS, MAX_TRAIN_PROMPTS
+    STAGE, ACTOR_MODEL, LORA_RANK = "evaluate", policy, 0
     TRAIN_DATASETS, MAX_TRAIN_PROMPTS = EVAL_DATASETS, MAX_EVAL_PROMPTS
     return trainer_class(resume_from_checkpoint="no")
 

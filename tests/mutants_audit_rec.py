@@ -37,8 +37,8 @@ MUTANTS = [
     ),
     (
         REC,
-        "self.state.epoch - self.state.sft_judged\n            self.state.sft_judged = self.state.epoch\n",
-        "self.state.epoch - self.state.sft_judged\n",
+        "            self.state.sft_waited += 1\n            self.state.sft_judged = self.state.epoch\n",
+        "            self.state.sft_waited += 1\n",
         PATIENCE,
     ),
     (REC, "            self.state.sft_waited = 0\n", "", PATIENCE),

@@ -210,7 +210,7 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "ACTOR_MODEL, LORA_RANK = policy, 0",
+        'STAGE, ACTOR_MODEL, LORA_RANK = "evaluate", policy, 0',
         "ACTOR_MODEL = policy",
         HOME + "the_policy_to_score_is_the_actor_without_an_adapter[grpo]",
     ),

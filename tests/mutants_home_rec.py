@@ -39,7 +39,7 @@ MUTANTS = [
         '    if EVALUATE_POLICY == "best" or',
         TABLE,
     ),
-    (REC, "    ACTOR_MODEL, LORA_RANK = policy, 0\n", "    LORA_RANK = 0\n", TABLE),
+    (REC, 'STAGE, ACTOR_MODEL, LORA_RANK = "evaluate", policy, 0', "LORA_RANK = 0", TABLE),
     (
         REC,
         '"RESUME OUTPUT_DIR STAGE EVALUATE_POLICY".split()',

@@ -65,7 +65,7 @@ MUTANTS = [
     ),
     (
         RCE,
-        'facts, facts, "start afresh with RESUME=no")\n            return True',
+        'facts, keys, "start afresh with RESUME=no")\n            return True',
         'facts, (), "start afresh with RESUME=no")\n            return True',
         MINED,
     ),
@@ -170,12 +170,6 @@ MUTANTS = [
     ),
     (REC, "len(users)), len(users) - 1)", "len(users)), len(users))", IN_REC + "one_user_stays_to_train_on"),
     (REC, "    if ITEM_FILE is None and (", "    if False and (", IN_REC + "titles_need_their_file"),
-    (
-        REC,
-        "self.state.sft_waited += self.state.epoch - self.state.sft_judged",
-        "self.state.sft_waited += 1",
-        IN_REC + "patience_counts_passes_not_evaluations",
-    ),
     # ppo.py and what the trainers share
     (
         PPO,

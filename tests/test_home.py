@@ -335,7 +335,8 @@ def test_what_an_evaluation_was_not_told_again_is_said(each, tmp_path):
     module.EVALUATE_POLICY = "step_1"
     module.evaluate_policy(trainer_class)
     lines = [text for text in said if text.startswith("Other than in the run of")]
-    assert [line.rpartition(": ")[2] for line in lines] == ["MAX_NEW_TOKENS was 8, is 12"]
+    changed = [line.rpartition(": ")[2] for line in lines]
+    assert changed == ["MAX_NEW_TOKENS was 8, is 12", "MAX_EVAL_PROMPTS was 4, is 2"]
 
 
 def test_a_folder_without_a_model_is_named_by_its_constant(each, tmp_path):
@@ -344,7 +345,9 @@ def test_a_folder_without_a_model_is_named_by_its_constant(each, tmp_path):
     with pytest.raises(module.UserError, match="EVALUATE_POLICY = .*town': that folder holds no model"):
         module.evaluate_policy(trainer_class)
     module.ACTOR_MODEL = str(tmp_path / "town")
-    with pytest.raises(module.UserError, match="ACTOR_MODEL = .*town': that folder holds no model.*json \\("):
+    with pytest.raises(
+        module.UserError, match="ACTOR_MODEL = .*town': that folder holds no model, no config.json$"
+    ):
         trainer_class()
     for name in ("step_2", "best"):
         (tmp_path / "town" / name / "policy").mkdir(parents=True)

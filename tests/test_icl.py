@@ -2384,7 +2384,7 @@ def test_own_data_with_the_shipped_test_are_told_so(icl, capsys):
         "input": "problem",
         "output": "solution",
     }
-    note = "NOTE: TRAIN_DATASET is your own data, but TEST_DATASET is still the shipped: set it"
+    note = "NOTE: TRAIN_DATASET is your own data, but TEST_DATASET is still the shipped one: set it"
     for test, train, is_told in ((shipped, own, True), (own, own, False), (shipped, shipped, False)):
         icl(TEST_DATASET=test, TRAIN_DATASET=train, TEST_QUERIES=3).load_splits(print)
         assert (note in capsys.readouterr().out) == is_told
@@ -3018,7 +3018,7 @@ ODD = {  # what makes the constants of a run in a folder, and what its one sente
     "two texts, one of them once": (data_of(["my card"] * 60 + ["a loan"]), "a query.s pool holds"),
     "signs alone": (data_of([chr(128512 + n % 60) for n in range(120)]), "finds too few words"),
     "words of one row alone": (data_of([f"word{n}" for n in range(150)]), "finds too few words"),
-    "four rows": (data_of(["card a", "card b", "loan c", "loan d"]), "has 4 queries: it takes 5"),
+    "four rows": (data_of(["card a", "card b", "loan c", "loan d"]), "has 4 queries: it needs at least 5"),
     "no path": (lambda _: {"TRAIN_DATASET": {**MODEL, "path": None}}, "TRAIN_DATASET = .* a dict of texts"),
     "no data set": (lambda _: {"TEST_DATASET": {}}, "TEST_DATASET = {}: it takes a dict of texts"),
     "a number for a column": (data_of(["a card"] * 9, input=0), "a dict of texts"),
@@ -3028,7 +3028,7 @@ ODD = {  # what makes the constants of a run in a folder, and what its one sente
     "golds without any": (lines_of(a=[]), "line 30: 'a' must be a text"),
     "a gold with a key": (lines_of(a={"text": "x"}), "line 30: 'a' must be a text or a number, not"),
     "an image of a list": (lines_of(i=["x.png"]), "line 30: 'i' must be a text"),
-    "candidates of four queries": (lists_of(4), "source.json' has 4 queries: it takes 5"),
+    "candidates of four queries": (lists_of(4), "source.json' has 4 queries: it needs at least 5"),
     "gt_prob of 37": (lists_of(vqa_gt_prob=37), "query 6: cannot be read .ValueError: .*0 to 1, not .*37"),
     "a pointer of halves": (lists_of(pointer=[7.5, 8]), "query 6: cannot be read .TypeError: .*float"),
     "a pool of a number": (lists_of(record={"candidate_pool_ids": 7}), "query 6: cannot be read .TypeError"),

@@ -348,7 +348,10 @@ def test_sharding_is_refused(grpo):
         ({"LORA_RANK": 8}, "policy was trained with another LORA_RANK, LORA_ALPHA or LORA_TARGETS"),
         ({"LORA_ALPHA": 8.0}, "policy was trained with another LORA_RANK, LORA_ALPHA or LORA_TARGETS"),
         ({"LORA_TARGETS": "q_proj"}, "policy was trained with another LORA_RANK, LORA_ALPHA or LORA_TARGETS"),
-        ({"LORA_RANK": 0}, "ACTOR_MODEL = .*step_6/policy' is a LoRA adapter: set the LORA_RANK"),
+        (
+            {"LORA_RANK": 0},
+            "ACTOR_MODEL = .*step_6/policy' is a LoRA adapter: to resume its run set the LORA_RANK",
+        ),
     ],
     ids=["rank", "alpha", "targets", "whole"],
 )
@@ -361,7 +364,7 @@ def test_a_resumed_run_needs_its_own_adapter(six, tmp_path, constants, says):
 def test_a_whole_models_checkpoint_is_not_resumed_with_an_adapter(tmp_path):
     _, trainer = make("grpo/grpo.py", tmp_path / "run", LORA_RANK=0, MAX_STEPS=1)
     trainer.train()
-    with pytest.raises(Exception, match="RESUME = .*step_1/policy'.*adapter_config.json"):
+    with pytest.raises(Exception, match="step_1/policy is a whole model, .* RESUME=no"):
         make("grpo/grpo.py", tmp_path / "run", RESUME="yes")
 
 

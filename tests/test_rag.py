@@ -1411,7 +1411,7 @@ def test_one_action_has_its_table(rag, world):
 def test_more_paragraphs_than_there_are_are_all_that_there_are_and_it_says_so(rag, world, capsys):
     actions = {"TOP_KS": (20, 100), "TEMPERATURES": (0.0,), "FIXED_ACTION": (20, 0.0, 0)}
     table = quick(rag, world, **actions, MAX_NEW_TOKENS=2)[1].table
-    assert "TOP_KS = (20, 100): from 20 on, all read the whole corpus" in capsys.readouterr().out
+    assert "TOP_KS = (20, 100): all from 20 up read the whole corpus" in capsys.readouterr().out
     for rerank in (0, 1):  # the corpus has 20
         less, more = (table.actions.index((k, 0.0, rerank)) for k in (20, 100))
         assert [row[less] for row in table.responses] == [row[more] for row in table.responses]
@@ -1907,7 +1907,7 @@ def test_errors_are_one_sentence(rag, constants, says):
     [
         ("[]", "bad.json has no question"),
         ('{"a": 1}', "is not HotpotQA's format: it takes a list of records"),
-        ("[1", "is no JSON"),
+        ("[1", "cannot be read as JSON"),
         ("5", "is not HotpotQA's format: it takes a list of records"),
         (json.dumps([{**HOTPOT, "context": [[3, ["a"]]]}]), "record 1 is not HotpotQA's"),
         ('[{"question": "x"}]', "record 1 is not HotpotQA's"),

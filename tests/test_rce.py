@@ -1266,7 +1266,7 @@ def test_at_another_temperature_the_loss_is_of_the_tempered_policy(step):
             ids = c["token_ids"]
             logits = trainer.actor(torch.tensor([row["ids"] + ids])).logits[0, len(row["ids"]) - 1 : -1]
             logprobs = (logits.double() / 0.7).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])
-            expected -= weight * logprobs.sum().item() / batch.prompts
+            expected -= weight * logprobs.sum().item() / batch.num_prompts
     assert trainer.update(batch)["policy_loss"] == pytest.approx(expected, rel=1e-4)
 
 
@@ -1561,7 +1561,7 @@ def test_each_line_of_samples_is_of_one_candidate_and_metrics_are_means(step):
             "weight": i / 8,
         }
     record = next(r for r in read(trainer.run.logs["metrics.jsonl"].name) if r["phase"] == "train")
-    weighted = sum(i * i for i in range(n)) / 32 / batch.prompts
+    weighted = sum(i * i for i in range(n)) / 32 / batch.num_prompts
     wanted = {"reward": (n - 1) / 8, "weighted_reward": weighted, "candidates": n}
     assert {key: record[key] for key in wanted} == pytest.approx(wanted, rel=1e-5)
     assert record["response_length"] == pytest.approx(batch.response_lengths.float().mean().item())

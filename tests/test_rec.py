@@ -2204,11 +2204,3 @@ def test_the_small_model_recomputes_activations_if_asked(rec):
     for wanted in (True, False):
         actor = rec(GRADIENT_CHECKPOINTING=wanted).RecTrainer().actor
         assert actor.is_gradient_checkpointing == wanted
-
-
-def test_patience_counts_passes_not_evaluations(rec, monkeypatch):
-    trainer = rec().RecTrainer()
-    monkeypatch.setattr(trainer, "evaluate", lambda: {"ndcg@10": -1.0})
-    for trainer.state.epoch in (4, 8):
-        trainer.evaluate_sft()
-    assert trainer.state.sft_waited == 8

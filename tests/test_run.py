@@ -819,7 +819,7 @@ def test_several_gold_answers_stay_a_list(ppo, tmp_path):
     lines = [{"problem": "Tom has 1 apples.", "solution": answer} for answer in (["1", 2, True], 2.5)]
     data = jsonl(tmp_path / "a.jsonl", *lines)
     rows = ppo(TRAIN_DATASETS=[data]).PPOTrainer().train_rows
-    assert [row["answer"] for row in rows] == [["1", "2", "True"], "2.5"]
+    assert [row["answer"] for row in rows] == [["1", "2", "true"], "2.5"]
 
 
 def draw():
