@@ -15,7 +15,7 @@ micro-batches. Deliberate choices:
 Shapes: tokens = trained tokens of the rows at hand, row after row. Other dimensions are written as words.
 
     python ppo/sft.py                                   # edit the constants below, or: KEY=VALUE, @FILE
-    python ppo/sft.py ACTOR_MODEL=Qwen/Qwen2.5-0.5B LEARNING_RATE=1e-5
+    python ppo/sft.py ACTOR_MODEL=Qwen/Qwen2.5-0.5B 'EOS_TOKEN=<|im_end|>' LEARNING_RATE=1e-5
     torchrun --nproc_per_node=4 ppo/sft.py              # the same bytes on any number of processes
     python ppo/ppo.py ACTOR_MODEL=checkpoints/sft/best/policy        # go on with PPO
 
@@ -120,6 +120,7 @@ EVAL_DATASETS = [
 ]
 PROMPT_TEMPLATE = "{input}"  # the question; the tokenizer's chat template, if it has one, wraps it
 SYSTEM_PROMPT: str | None = None  # put before prompts that have none; needs a chat template
+EOS_TOKEN: str | None = None  # what ends an answer, such as <|im_end|>; None: the tokenizer's EOS
 MAX_TRAIN_PROMPTS: int | None = None  # number of rows used, from the first on; None: all
 MAX_EVAL_PROMPTS: int | None = 200
 MAX_TOKENS = 512  # of a prompt with its answer, or of a chat; longer rows are left out, and counted
@@ -235,7 +236,13 @@ class SFTTrainer:
         """The policy comes from the checkpoint if there is one."""
         self.tokenizer = load_tokenizer(ACTOR_MODEL, "ACTOR_MODEL")
         self.actor = load_trained(self.run, "policy", AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL")
+        if EOS_TOKEN is not None:
+            if EOS_TOKEN not in self.tokenizer.get_vocab():
+                raise UserError(f"EOS_TOKEN = {EOS_TOKEN!r} is no token of ACTOR_MODEL = {ACTOR_MODEL!r}")
+            self.tokenizer.eos_token = EOS_TOKEN  # saved with the policy
         self.end_ids = ids_of_ends(self.actor, self.tokenizer).tolist()
+        if EOS_TOKEN is not None:
+            self.actor.generation_config.eos_token_id = self.end_ids  # for those who sample from best/policy
         # Models that are trained, by the name of their folder in a checkpoint; and all, by their constant
         self.models = {"policy": self.actor}
         self.models_by_constant = {"ACTOR_MODEL": self.actor}
@@ -947,7 +954,7 @@ def check_end(trainer, trained_ids, where):
     if not set(trained_ids) & set(trainer.end_ids):
         decode = trainer.tokenizer.decode
         fault = f"an answer ends in {decode(trained_ids[-2:])!r} by the chat template, but sampling stops at"
-        hint = "set eos_token in tokenizer_config.json to what ends a turn"
+        hint = "set EOS_TOKEN of sft.py to what ends a turn, and go on with the policy that it trains"
         raise UserError(f"{where}: {fault} {decode(trainer.end_ids)!r}: {hint}")
 
 

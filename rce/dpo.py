@@ -1113,7 +1113,7 @@ def check_end(trainer, trained_ids, where):
     if not set(trained_ids) & set(trainer.end_ids):
         decode = trainer.tokenizer.decode
         fault = f"an answer ends in {decode(trained_ids[-2:])!r} by the chat template, but sampling stops at"
-        hint = "set eos_token in tokenizer_config.json to what ends a turn"
+        hint = "set EOS_TOKEN of sft.py to what ends a turn, and go on with the policy that it trains"
         raise UserError(f"{where}: {fault} {decode(trainer.end_ids)!r}: {hint}")
 
 

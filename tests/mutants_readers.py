@@ -27,6 +27,7 @@ LATER = IN_RCE + "candidates_of_later_rounds_are_moved_aside_when_training_start
 LEFT = HOME + "the_last_step_is_that_of_the_prompts_that_are_left"
 ALONE = IN_ICL + "lists_of_one_demonstration_that_were_asked_alone_are_kept_once_with_the_pick"
 MODEL = HOME + "a_run_does_not_go_on_from_another_model"
+ENDS = PREFERENCES + "another_end_token_is_trained_and_saved_with_the_policy"
 MUTANTS = [
     # grpo.py
     (
@@ -280,6 +281,8 @@ MUTANTS = [
         "tests/test_models.py::test_positions_that_begin_after_the_padding_id_are_not_promised",
     ),
     # sft.py, reward_model.py, dpo.py
+    (SFT, "            self.tokenizer.eos_token = EOS_TOKEN  # saved", "            pass  # saved", ENDS),
+    (SFT, "            self.actor.generation_config.eos_token_id = self.end_ids", "        pass", ENDS),
     (
         SFT,
         "    if not set(trained_ids) & set(trainer.end_ids):",

@@ -802,7 +802,7 @@ def test_answers_that_end_in_another_token_than_sampling_does_are_refused(path, 
     assert len(script.encode_answer(trainer, "What is 2 + 2?", "4", "row 1")[1]) > 1
     trainer.tokenizer.chat_template = CHATML
     with pytest.raises(
-        script.UserError, match="row 1: an answer ends in .* but sampling stops at .*eos_token"
+        script.UserError, match="row 1: an answer ends in .* but sampling stops at .*EOS_TOKEN"
     ):
         script.encode_answer(trainer, "What is 2 + 2?", "4", "row 1")
 
@@ -880,3 +880,21 @@ def test_heads_of_several_layers_are_trained_whole_beside_adapters(config_class,
     assert len(heads) == 4 and all("modules_to_save" in name for name in heads)  # two layers with biases
     assert any("lora_A" in name for name in trained)
     assert model.config.num_labels == 1  # the base had two
+
+
+def test_another_end_token_is_trained_and_saved_with_the_policy(tmp_path):
+    words = dict(OUTPUT_DIR=str(tmp_path / "run"), MAX_STEPS=1, MAX_EVAL_PROMPTS=4, BATCH_SIZE=4)
+    script = load_script("ppo/sft.py", **words)
+    plain = trainer_of(script).tokenizer
+    other = next(token for token in ("+", "*", "=") if token in plain.get_vocab())
+    script = load_script("ppo/sft.py", **words, RESUME="no", EOS_TOKEN=other)
+    trainer = trainer_of(script)
+    row = trainer.train_rows[0]
+    assert row["ids"][row["trained"][-1]] == plain.convert_tokens_to_ids(other)
+    trainer.train()
+    saved = AutoTokenizer.from_pretrained(tmp_path / "run/best/policy")
+    config = json.loads((tmp_path / "run/best/policy/generation_config.json").read_text())
+    assert saved.eos_token == other and set(config["eos_token_id"]) == set(trainer.end_ids)
+    script = load_script("ppo/sft.py", **words, RESUME="no", EOS_TOKEN="<none>")
+    with pytest.raises(script.UserError, match="EOS_TOKEN = '<none>' is no token of ACTOR_MODEL"):
+        trainer_of(script)
