@@ -52,8 +52,8 @@ MUTANTS = [
     # rce.py
     (
         RCE,
-        '        if all(c["eval_failed"] for c in chosen):',
-        '        if any(c["eval_failed"] for c in candidates):',
+        "        self.verify(unverified)\n",
+        '        self.verify(unverified)\n        assert not all(c["eval_failed"] for c in unverified)\n',
         "tests/test_rce.py::test_failed_candidates_of_one_prompt_do_not_end_the_mining",
     ),
     (RCE, '"candidates_round_[!1]*", ', "", LATER),
@@ -282,7 +282,7 @@ MUTANTS = [
     ),
     # sft.py, reward_model.py, dpo.py
     (SFT, "            self.tokenizer.eos_token = EOS_TOKEN  # saved", "            pass  # saved", ENDS),
-    (SFT, "            self.actor.generation_config.eos_token_id = self.end_ids", "        pass", ENDS),
+    (SFT, "            self.actor.generation_config.eos_token_id = self.end_ids", "            pass", ENDS),
     (
         SFT,
         "    if not set(trained_ids) & set(trainer.end_ids):",
