@@ -130,7 +130,7 @@ EVAL_DATASETS = [
 ]
 PROMPT_TEMPLATE = "{input}"  # the question; the tokenizer's chat template, if it has one, wraps it
 SYSTEM_PROMPT: str | None = None  # put before prompts that have none; needs a chat template
-MAX_TRAIN_PAIRS: int | None = None  # number of pairs used, from the first on; None: all
+MAX_TRAIN_PAIRS: int | None = None  # number of pairs read, from the first on; None: all
 MAX_EVAL_PAIRS: int | None = 400
 MAX_TOKENS = 512  # of a prompt with an answer; pairs with a longer one are left out, and counted
 

@@ -121,7 +121,7 @@ EVAL_DATASETS = [
 PROMPT_TEMPLATE = "{input}"  # the question; the tokenizer's chat template, if it has one, wraps it
 SYSTEM_PROMPT: str | None = None  # put before prompts that have none; needs a chat template
 EOS_TOKEN: str | None = None  # what ends an answer, such as <|im_end|>; None: the tokenizer's EOS
-MAX_TRAIN_PROMPTS: int | None = None  # number of rows used, from the first on; None: all
+MAX_TRAIN_PROMPTS: int | None = None  # number of rows read, from the first on; None: all
 MAX_EVAL_PROMPTS: int | None = 200
 MAX_TOKENS = 512  # of a prompt with its answer, or of a chat; longer rows are left out, and counted
 
