@@ -1977,7 +1977,7 @@ class Run:
         self.log_lines = {}  # {name: lines in it when the checkpoint was saved}
         self.text_log = None  # file of what log() prints
         self.has_changed = False  # whether the run resumes with other constants
-        self.has_failed = False  # whether train() ended with an error
+        self.has_failed = False  # True while train() runs, and after it ended with an error
         self.unwritten = []  # what log() printed before that file was open
         self.step = 0  # the current step, from 1; between steps, how many are done
         self.total_steps = 0
