@@ -2,7 +2,7 @@
 
     python bench/speed.py                      # everything but old, about 25 minutes on 2 cores
     python bench/speed.py rollout growth       # some of: trl rollout phases growth gpu
-    python bench/speed.py old c193812          # against an older commit, about 6 minutes
+    python bench/speed.py old c193812          # against an older commit, about 40 minutes
     python bench/speed.py phases --quick       # fewer rounds and steps: does it run, not how fast is it
     python bench/speed.py smollm2              # trl, on the model that bench/real.py makes, about 12 minutes
 
@@ -16,8 +16,9 @@
                 this machine's matrix products
     growth      time and memory as the samples of a step grow from 64 to 1,024 while BATCH_SIZE stays
     gpu         Qwen2.5-0.5B's shape with random weights, bf16, where there is a GPU
-    old COMMIT  the default step of GRPO and of PPO against that commit's files, with today's rewards/ and
-                data/
+    old COMMIT  the default step of GRPO and of PPO, with the shipped model and 20M, against that commit's
+                files, with today's rewards/ and data/; wall time, and processor time, which other programs
+                on the machine change less
 
 Every figure comes from a fresh process; sides alternate, the table has medians of the rounds. "20M" is a
 Llama of 19.7 million random parameters with 32,768 ids, "tiny" the shipped one. Peak memory is the whole
@@ -103,7 +104,8 @@ def peak():
 
 
 def run_trainer(path, constants):
-    """Train with the file at path: its module, its trainer, its metrics of each step and when each ended."""
+    """Train with the file at path: its module, its trainer, its metrics of each step and when each ended, as
+    (wall time, processor time)."""
     module = load(path)
     module.OUTPUT_DIR = tempfile.mkdtemp()
     unmeasured = {"EVAL_DATASETS": [], "SAVE_EVERY_N_STEPS": 0, "RESUME": "no"}
@@ -117,7 +119,7 @@ def run_trainer(path, constants):
 
     def record_and_stamp(batch, metrics):
         record(batch, metrics)
-        stamps.append(time.perf_counter())
+        stamps.append((time.perf_counter(), time.process_time()))
 
     setattr(trainer, step_done, record_and_stamp)
     trainer.train()
@@ -126,9 +128,10 @@ def run_trainer(path, constants):
     return module, trainer, [r for r in records if r["phase"] == "train"], stamps
 
 
-def seconds_a_step(stamps):
-    """Median wall time from one step's end to the next one's, after the first steps."""
-    counted = stamps[WARM_UP - 1 :]
+def seconds_a_step(stamps, clock=0):
+    """Median time from one step's end to the next one's, after the first steps. clock: 0 for wall time, 1 for
+    processor time."""
+    counted = [stamp[clock] for stamp in stamps[WARM_UP - 1 :]]
     return statistics.median(after - before for before, after in itertools.pairwise(counted))
 
 
@@ -168,15 +171,21 @@ def train_steps(script, model, seed=1, **constants):
     }
 
 
-def default_steps(path, steps, seed):
-    """Wall time of a step of the trainer at path as its constants are, and what it held."""
-    module, _, records, stamps = run_trainer(path, {"SEED": seed, "MAX_STEPS": WARM_UP + steps})
+def default_steps(path, steps, seed, model=None):
+    """Times of a step of the trainer at path as its constants are, and what it held. model: the folder of one
+    of random weights, in place of the default."""
+    constants = {"SEED": seed, "MAX_STEPS": WARM_UP + steps}
+    if model:
+        functions = [(distinct_letters, 1.0)]
+        constants |= {"ACTOR_MODEL": model, "REWARD_MODEL": None, "REWARD_FUNCTIONS": functions}
+    module, _, records, stamps = run_trainer(path, constants)
     samples = module.BATCH_SIZE * module.GRADIENT_ACCUMULATION_STEPS * module.GROUP_SIZE
     length = statistics.median(r["response_length"] for r in records[WARM_UP:])
     seconds = seconds_a_step(stamps)
     rewards = [r["reward"] for r in records]
     return {
         "seconds": seconds,
+        "processor": seconds_a_step(stamps, 1),
         "tokens_per_second": samples * length / seconds,
         "peak": peak(),
         "curve": rewards,
@@ -215,7 +224,7 @@ def trls(model, prompts, steps, seed, **constants):
 
     class Stamp(TrainerCallback):
         def on_step_end(self, *_, **__):
-            stamps.append(time.perf_counter())
+            stamps.append((time.perf_counter(), time.process_time()))
 
     def reward(prompts, completions, solution, **_):
         if model != str(TINY):
@@ -376,8 +385,11 @@ def compare(results):
     machine's speed drifts."""
     first, second = results
     table_head("", first, second, f"{first} / {second}, median of rounds (least to most)")
-    titles = {"seconds": "seconds a step", "tokens_per_second": "tokens a second", "peak": "peak memory, MiB"}
+    titles = {"seconds": "seconds a step", "processor": "processor seconds a step"}
+    titles |= {"tokens_per_second": "tokens a second", "peak": "peak memory, MiB"}
     for key, title in titles.items():
+        if any(key not in r for side in results.values() for r in side):
+            continue
         medians = (shown(statistics.median(r[key] for r in results[side])) for side in results)
         ratios = sorted(a[key] / b[key] for a, b in zip(*results.values()))
         ratio = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
@@ -514,9 +526,9 @@ def section_gpu(models, quick):
     print()
 
 
-def section_old(commit, quick):
-    """The default step, now against a commit's. The same seed is the same work on both sides, if what the
-    trainers compute has not changed: their rewards are compared."""
+def section_old(commit, models, quick):
+    """The default step, with the shipped model and with 20M, now against a commit's. The same seed is the
+    same work on both sides, if what the trainers compute has not changed: their rewards are compared."""
     rounds = 1 if quick else 5
     steps = 2 if quick else 10
     with tempfile.TemporaryDirectory() as folder:
@@ -531,12 +543,16 @@ def section_old(commit, quick):
             old_file.parent.mkdir()
             old_file.write_bytes(git.stdout)
             files = {"now": trainer_file(script), commit: str(old_file)}
-            sides = {side: ("default_steps", {"path": path, "steps": steps}) for side, path in files.items()}
-            results = alternate(rounds, sides)
-            print(f"{script}, its default step, {steps} steps after {WARM_UP}, {rounds} rounds\n")
-            compare(results)
-            apart = [abs(a - b) for x, y in zip(*results.values()) for a, b in zip(x["curve"], y["curve"])]
-            print(f"\nrewards of the steps differ by {max(apart):.1g} at most\n", flush=True)
+            for name, model in (("the shipped model", None), ("20M", models["20M"])):
+                given = {"steps": steps if model is None else steps // 2, "model": model}
+                sides = {side: ("default_steps", {"path": path, **given}) for side, path in files.items()}
+                results = alternate(rounds, sides)
+                work = f"{given['steps']} steps after {WARM_UP}, {rounds} rounds"
+                print(f"{script}, its default step, {name}, {work}\n")
+                compare(results)
+                pairs = [(a, b) for x, y in zip(*results.values()) for a, b in zip(x["curve"], y["curve"])]
+                apart = max(abs(a - b) for a, b in pairs)
+                print(f"\nrewards of the steps differ by {apart:.1g} at most\n", flush=True)
 
 
 def main():
@@ -569,14 +585,13 @@ def main():
     print(f"{machine}, torch {torch.__version__}, Python {platform.python_version()}\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         models = {"tiny": str(TINY), **{name: f"{folder}/{name}" for name in SHAPES}}
-        if words:
-            random_model(models["20M"], "20M")
+        random_model(models["20M"], "20M")
         if "gpu" in words and torch.cuda.is_available():
             random_model(models["qwen"], "qwen")
         for section in words:
             globals()[f"section_{section}"](models, quick)
-    if commit:
-        section_old(commit, quick)
+        if commit:
+            section_old(commit, models, quick)
 
 
 if __name__ == "__main__":

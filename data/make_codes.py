@@ -17,11 +17,11 @@ Histories. words.txt tells grpo_rec.py a MAX_HISTORY of 10 to 50: HISTORY_SHARE 
 asks for have no longer history. A user's training rows end STRIDE items apart, by default MAX_HISTORY, so
 that each item is trained on once, in a window of that length.
 
-Codes. k-means cuts unit vectors of the titles into CODES groups, then what is left of each (vector minus
-centre), LEVELS times; items of the same codes get a last one, 0 for what was bought most in training. So
-items of a group are alike, and what is learnt of one is learnt of the others. Vectors: SVD of the TF-IDF of
-the titles' pieces of words, or the mean of a model's last hidden states (MODEL=folder, as
-sentence-transformers saves them, or a hub name).
+Codes. k-means cuts unit vectors of the titles into CODES groups. The next level cuts what is left of each
+(the vector minus its centre), and so on, LEVELS times. If two items have the same codes, every item gets one
+more: among equals 0 is the one bought most before validation. So items of a group are alike, and what is
+learnt of one is learnt of the others. Vectors: SVD of the TF-IDF of the titles' pieces of words, or the mean
+of a model's last hidden states (MODEL=folder, as sentence-transformers saves them, or a hub name).
 """
 
 import csv
@@ -73,12 +73,17 @@ def read_csv(constant, columns):
     where = f"{constant} = {globals()[constant]!r}"
     try:
         with open(globals()[constant], newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
+            reader = csv.DictReader(file, strict=True)
             for name in columns:
-                if name not in (reader.fieldnames or ()):
-                    raise UserError(f"{where}: there is no column {name!r}; it has {reader.fieldnames}")
+                if (reader.fieldnames or []).count(name) != 1:
+                    raise UserError(f"{where}: it needs one column {name!r}; it has {reader.fieldnames}")
             rows = []
             for record in reader:
+                if None in record:
+                    fault = f"it has more than {len(reader.fieldnames)} fields, the number of columns"
+                    raise UserError(
+                        f"{where} line {reader.line_num}: {fault}: a text with commas needs quotes"
+                    )
                 cells = [" ".join((record[name] or "").split()) for name in columns]
                 if "" in cells:
                     empty = columns[cells.index("")]
@@ -124,8 +129,8 @@ def read_log(titles):
 
 
 def split_rows(events):
-    """Returns {split: [(user, history with the item that came next at its end)]} and the MAX_HISTORY to train
-    with."""
+    """Returns {split: [(user, history with the item that came next at its end)]}, the MAX_HISTORY to train
+    with, and {item: how often it was bought before validation begins}."""
     seconds = sorted(second for some in events.values() for second, _ in some)
     begins = [seconds[int(len(seconds) * (1 - share))] for share in (VALID_SHARE + TEST_SHARE, TEST_SHARE)]
     rows = {"train": [], "valid": [], "test": []}
@@ -141,19 +146,23 @@ def split_rows(events):
         rows["valid"] += [(user, items[: at + 1]) for at in range(max(1, trained), known)]
         rows["test"] += [(user, items[: at + 1]) for at in range(max(1, known), count)]
     longest = MAX_HISTORY or suitable_history([len(items) - 1 for _, items in rows["valid"]])
+    if longest < STRIDE:
+        fault = f"STRIDE = {STRIDE} is above MAX_HISTORY = {longest}"
+        raise UserError(f"{fault}: items between would not be trained on; give a smaller one, or MAX_HISTORY")
     for user, items in trained_items.items():
         ends = range(len(items), 1, -(STRIDE or longest))
         rows["train"] += [(user, items[:end]) for end in ends][::-1]
+    bought = Counter(item for items in trained_items.values() for item in items)
     if not all(rows.values()):
         found = ", ".join(f"{len(some)} for {name}" for name, some in rows.items())
         last = "of three interactions or more" if SPLIT == "last" else "that returned, or SPLIT=last"
         few = f"{len(seconds)} interactions of {len(events)} users give rows {found}"
         raise UserError(f"LOG = {LOG!r}: {few}, and it takes one of each: more users {last}")
-    return rows, longest
+    return rows, longest, bought
 
 
 def suitable_history(lengths):
-    """Returns the length, 10 to 50, that HISTORY_SHARE of the histories' lengths do not exceed."""
+    """Returns the shortest length that HISTORY_SHARE of the histories do not exceed, but 10 to 50."""
     if not lengths:
         return 10
     lengths = sorted(lengths)
@@ -181,7 +190,7 @@ def model_vectors(texts):
     found = []
     try:
         tokenizer = AutoTokenizer.from_pretrained(MODEL)
-        model = AutoModel.from_pretrained(MODEL).eval()
+        model = AutoModel.from_pretrained(MODEL, dtype=torch.float32).eval()
         for begin in range(0, len(texts), 64):
             some = texts[begin : begin + 64]
             batch = tokenizer(some, padding=True, truncation=True, max_length=128, return_tensors="pt")
@@ -279,10 +288,6 @@ def apply_words(words):
         raise UserError(f"LEVELS is 1 to 11; {others}")
     if not 0 < HISTORY_SHARE <= 1:
         raise UserError(f"HISTORY_SHARE = {HISTORY_SHARE} must be above 0 and at most 1")
-    if MAX_HISTORY and STRIDE > MAX_HISTORY:
-        raise UserError(
-            f"STRIDE = {STRIDE} is above MAX_HISTORY = {MAX_HISTORY}: items between are not trained on"
-        )
 
 
 def main(words):
@@ -292,15 +297,21 @@ def main(words):
     folder = Path(words[0]).resolve()
     if len(str(folder).split()) > 1:
         raise UserError(f"the folder {str(folder)!r} has a blank in its name, which words.txt cannot hold")
-    titles = dict(cells for _, *cells in read_csv("TITLES", (ITEM, TITLE)))
+    if folder.is_file():
+        raise UserError(f"the first word is the folder to write, and {folder} is a file")
+    for constant in ("LOG", "TITLES"):
+        path = Path(globals()[constant]).resolve()
+        if path.parent == folder and path.name in (*WORDS.values(), "words.txt"):
+            raise UserError(f"{constant} = {str(path)!r} would be overwritten: name another folder to write")
+    titles = {}
+    for line, item, title in read_csv("TITLES", (ITEM, TITLE)):
+        if titles.setdefault(item, title) != title:
+            raise UserError(f"TITLES = {TITLES!r} line {line}: item {item!r} has two titles: delete one")
     if len(titles) < 2:
         raise UserError(f"TITLES = {TITLES!r} has one item: there is nothing to choose")
-    rows, longest = split_rows(read_log(titles))
+    rows, longest, bought = split_rows(read_log(titles))
     vectors = (model_vectors if MODEL else tfidf_vectors)(list(titles.values()))
     vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
-    bought = Counter()
-    for items in dict(rows["train"]).values():  # a user's last row has all of the others
-        bought.update(items)
     codes = make_codes(list(titles), vectors, bought)
     write(folder, rows, longest, titles, codes, vectors)
     unseen = sum(items[-1] not in bought for _, items in rows["test"])
@@ -316,6 +327,6 @@ def main(words):
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(f"make_codes.py: {error}", file=sys.stderr)
         sys.exit(2)

@@ -58,13 +58,22 @@ def write_jsonl(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def stop(sentence):
+    print(f"make_preferences.py: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
 def main():
     for word in sys.argv[1:]:
         key, _, value = word.partition("=")
         if key not in ("SEED", "OUT"):
-            sys.exit(f"make_preferences.py takes SEED= and OUT=, not {word!r}")
+            stop(f"it takes SEED= and OUT=, not {word!r}")
+        if key == "SEED" and not value.isdecimal():
+            stop(f"{word}: SEED takes a whole number")
         globals()[key] = value if key == "OUT" else int(value)
     out = Path(OUT)
+    if not (out / "test.jsonl").is_file():
+        stop(f"OUT = {OUT!r} has no test.jsonl, whose problems the pairs are of: data/make_tiny.py writes it")
     rng = random.Random(SEED)
     test = [json.loads(line) for line in (out / "test.jsonl").read_text().splitlines()]
     seen = {row["problem"] for row in test}

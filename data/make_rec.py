@@ -236,7 +236,14 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["long"]:
-        make_long(Path(sys.argv[2]))
-    else:
-        main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent / "rec")
+    words = sys.argv[1:]
+    make = main
+    if words[:1] == ["long"]:
+        make = make_long
+        words = words[1:]
+    elif not words:
+        words = [str(Path(__file__).resolve().parent / "rec")]
+    if len(words) != 1 or "=" in words[0] or words[0].startswith("-"):
+        print("make_rec.py: it takes the folder to write, or long and the folder", file=sys.stderr)
+        sys.exit(2)
+    make(Path(words[0]))

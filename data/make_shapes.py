@@ -32,6 +32,7 @@ the other.
 """
 
 import json
+import os
 import random
 import sys
 import time
@@ -328,7 +329,8 @@ def train_reader(rng, processor, model, folder):
         bank.setdefault((example["frame"], example["sort"]), []).append(example)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, betas=(0.9, 0.98))
     saved = folder / "training.pt"  # from which a run that was stopped goes on, if its constants are the same
-    constants = [SEED, BANK, LENGTHS, BATCH, WIDTH, LAYERS, TOWER_STEPS, TRAIN_STEPS, LEARNING_RATE, WARMUP]
+    constants = {key: value for key, value in globals().items() if key.isupper() and key != "OUT"}
+    constants = repr(constants)
     first, seconds, losses = 0, 0.0, []
     state = {}
     if saved.exists():
@@ -356,7 +358,8 @@ def train_reader(rng, processor, model, folder):
             print(f"step {step + 1}  loss {loss:.3f}  {seconds:.0f} s of processor time", flush=True)
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": rng.getstate()}
             state |= {"step": step + 1, "seconds": seconds, "constants": constants}
-            torch.save(state, saved)
+            torch.save(state, saved.with_suffix(".tmp"))
+            os.replace(saved.with_suffix(".tmp"), saved)
     saved.unlink(missing_ok=True)
 
 
@@ -371,13 +374,24 @@ def make_vectors(examples, processor, model):
     return torch.cat([normalize(torch.stack(texts)), normalize(pictures)], 1).numpy()
 
 
+def stop(sentence):
+    print(f"make_shapes.py: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
 def main():
     for word in sys.argv[1:]:
         key, _, value = word.partition("=")
         if key not in globals() or not key.isupper():
-            sys.exit(f"make_shapes.py: {word!r} is not KEY=VALUE with a constant of this file")
-        globals()[key] = type(globals()[key])(value)
+            stop(f"{word!r} is not KEY=VALUE with a constant of this file")
+        kind = type(globals()[key])
+        try:
+            globals()[key] = {str: str, int: int, float: float}[kind](value)
+        except (KeyError, ValueError):
+            stop(f"{word}: {key} takes a number or a text; edit the file to change a list")
     folder = Path(OUT)
+    for name in ("train.npy", "test.npy"):  # of other rows, perhaps
+        (folder / name).unlink(missing_ok=True)
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     rng = random.Random(SEED)
     tables = make_tables(rng)

@@ -38,6 +38,8 @@ def official_rows(questions_file, annotations_file, images):
     questions = read(questions_file, "questions")
     annotations = {row["question_id"]: row for row in read(annotations_file, "annotations")}
     names = {}  # {image id: path}: COCO_val2014_000000262148.jpg
+    if not Path(images).is_dir():
+        fail(f"IMAGES = {images!r} is no folder: give the folder of the images, unpacked")
     for path in sorted(Path(images).iterdir()):
         digits = path.stem.rpartition("_")[2]
         if digits.isdecimal():
@@ -76,7 +78,10 @@ def dataset_rows(name, split, out):
     folder = out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     kind = "parquet" if name.endswith(".parquet") else None
-    rows = load_dataset(kind, data_files=name, split="train") if kind else load_dataset(name, split=split)
+    try:
+        rows = load_dataset(kind, data_files=name, split="train") if kind else load_dataset(name, split=split)
+    except Exception as error:  # datasets raises many types
+        fail(f"DATASET = {name!r}, SPLIT = {split!r} cannot be loaded ({str(error).splitlines()[0]})")
     if missing := {"question", "answers", "image"} - set(rows.column_names):
         fail(f"{name} has no column {sorted(missing)[0]!r}, only {rows.column_names}")
     for number, row in enumerate(rows):
@@ -89,8 +94,17 @@ def dataset_rows(name, split, out):
 
 
 def make_row(question, annotation, path):
-    """Returns a row; answers are texts, or records that hold one as "answer"."""
-    answers = [answer["answer"] if isinstance(answer, dict) else answer for answer in annotation["answers"]]
+    """Returns a row. Answers are texts, or records that hold one as "answer", in a list or, as the hub has
+    lists of records, a dict of lists; or one text."""
+    answers = annotation["answers"]
+    if isinstance(answers, dict):
+        answers = answers.get("answer")
+    if isinstance(answers, str):
+        answers = [answers]
+    answers = [answer["answer"] if isinstance(answer, dict) else answer for answer in answers or []]
+    if not answers or not all(isinstance(answer, str) for answer in answers):
+        what = f"question {question['question_id']}: its answers are {annotation['answers']!r:.80}"
+        fail(f"{what}, not a list of texts")
     row = {"question": question["question"], "answers": answers, "image": str(path)}
     row["question_id"] = question["question_id"]
     row["question_type"] = annotation.get("question_type", "")
@@ -107,6 +121,8 @@ def main():
     if not OUT or bool(DATASET) == any(official) or (any(official) and not all(official)):
         fail("give OUT, and either QUESTIONS, ANNOTATIONS and IMAGES, or DATASET")
     out = Path(OUT)
+    if not out.suffix:
+        fail(f"OUT = {OUT!r} is the name of a file, such as test.jsonl: its images go into the folder test")
     out.parent.mkdir(parents=True, exist_ok=True)
     rows = list(dataset_rows(DATASET, SPLIT, out) if DATASET else official_rows(*official))
     out.write_text("".join(json.dumps(row) + "\n" for row in rows))

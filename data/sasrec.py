@@ -125,8 +125,14 @@ def train(rec, train_rows, valid_rows, items):
 def main(rec, words):
     rec.apply_overrides(words)
     rec.check_constants()
-    if rec.SASREC_FILE is None:
+    path = rec.SASREC_FILE
+    if path is None:
         raise rec.UserError("SASREC_FILE = None: name the file that is to be written")
+    shipped = rec.ROOT / "data/rec"
+    if Path(path).resolve().parent == shipped and Path(rec.TRAIN_FILE).resolve().parent != shipped:
+        raise rec.UserError(f"SASREC_FILE = {path!r} is the shipped rows': name a file of your own")
+    if not Path(path).absolute().parent.is_dir():
+        raise rec.UserError(f"SASREC_FILE = {path!r}: there is no folder {Path(path).parent}")
     catalogue = rec.Catalogue(print)
     train_rows, valid_rows, test_rows = rec.load_splits(catalogue, print)
     torch.manual_seed(rec.SEED)
@@ -134,14 +140,19 @@ def main(rec, words):
     asked = [*valid_rows, *test_rows, *(train_rows if rec.COLLABORATIVE_WEIGHT else ())]
     histories = list(dict.fromkeys(tuple(row["history"]) for row in asked))
     padded = pad_right([torch.tensor(history) for history in histories], -1)
-    np.savez_compressed(
-        rec.SASREC_FILE,
-        trained_on=rec.rows_digest(train_rows),
-        histories=padded.int().numpy(),
-        users=model.users(histories).numpy(),
-        items=model.items.weight.detach()[:-1].numpy(),
-    )
-    print(f"{rec.SASREC_FILE}: {len(histories)} histories, NDCG@10 on validation {best:.4f}")
+    arrays = {
+        "trained_on": rec.rows_digest(train_rows),
+        "histories": padded.int().numpy(),
+        "users": model.users(histories).numpy(),
+        "items": model.items.weight.detach()[:-1].numpy(),
+    }
+
+    def write(tmp):
+        with open(tmp, "wb") as file:  # by a name numpy would add .npz to it
+            np.savez_compressed(file, **arrays)
+
+    rec.write_atomically(Path(path), write)
+    print(f"{path}: {len(histories)} histories, NDCG@10 on validation {best:.4f}")
 
 
 if __name__ == "__main__":

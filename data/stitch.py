@@ -3,12 +3,13 @@
     python data/stitch.py FOLDER [CHANCE=0.8] [SIBLINGS=1.0] [PASSES=15] TRAIN_FILE=... INDEX_FILE=...
     python grpo/grpo_rec.py TRAIN_FILE=FOLDER/train.csv VALID_FILE=FOLDER/valid.csv SFT_EPOCHS=1 ...
 
-The words after the folder are those of grpo_rec.py, which says what may be trained on. Its sequences are
-written PASSES times; at each item a sequence goes on, with the chance CHANCE, as some sequence did after the
-same item: each pair of neighbours is one that was logged, what stands before it is not. With few users a
-model remembers them by the items further back. Most pairs to come were never logged: an item's siblings,
-which share all its codes but the last, or itself, count as SIBLINGS places after it, each as often as it was
-bought, so they come next the more the less is known of the item. valid.csv has the rows that were held out.
+The words after the folder are those of grpo_rec.py, which says what may be trained on. Each of its sequences
+is walked PASSES times. Before each next item the walk jumps, with the chance CHANCE, to another place where
+the same item stood, and goes on from there. So each pair of neighbours was logged, but the items further back
+were not seen together: with few users a model remembers users by them. Most pairs to come were never logged,
+so the walk may also jump to where a sibling of the item stands (an item with the same codes but the last):
+all siblings together weigh as much as SIBLINGS logged places. valid.csv has the rows that grpo_rec.py
+validates on, at most MAX_EVAL_ROWS of them. SEED draws the walks.
 """
 
 import csv
@@ -22,12 +23,12 @@ from sasrec import run, sequences_of
 CHANCE = 0.8
 SIBLINGS = 1.0
 PASSES = 15
-SEED = 0
+SEED = 0  # of the walks
 
 
 def places_after(sequences, codes):
-    """For each item of codes two lists of places (sequence, where in it) that are trained on: what came after
-    the item; where an item stands that shares all its codes but the last."""
+    """Returns for each item of codes two lists of places, (sequence, where in it), that are trained on: those
+    right after the item, and those where a sibling or the item itself stands."""
     after = defaultdict(list)
     siblings = defaultdict(list)
     for sequence, asked in sequences:
@@ -56,7 +57,7 @@ def stitch(source, places, chance, weight, longest, draw):
 
 
 def main(rec, folder, words):
-    settings = {"CHANCE": CHANCE, "SIBLINGS": SIBLINGS, "PASSES": PASSES}
+    settings = {"CHANCE": CHANCE, "SIBLINGS": SIBLINGS, "PASSES": PASSES, "SEED": SEED}
     mine = [word for word in words if word.partition("=")[0] in settings]
     for word in mine:
         key, _, text = word.partition("=")
@@ -64,20 +65,25 @@ def main(rec, folder, words):
             settings[key] = float(text)
         except ValueError:
             raise rec.UserError(f"{word}: {key} takes a number, such as {settings[key]}") from None
-    chance, siblings, passes = settings.values()
+    chance, siblings, passes, seed = settings.values()
     if not (0 <= chance <= 1 and 0 <= siblings < 1e9 and 1 <= passes < 1e6):
         raise rec.UserError("CHANCE is 0 to 1, SIBLINGS 0 or more, PASSES 1 or more")
     rec.apply_overrides([word for word in words if word not in mine])
     rec.check_constants()
+    written = [(folder / f"{name}.csv").resolve() for name in ("train", "valid")]
+    for constant in ("TRAIN_FILE", "VALID_FILE", "TEST_FILE"):
+        path = getattr(rec, constant)
+        if path and Path(path).resolve() in written:
+            raise rec.UserError(f"{constant} = {path!r} would be overwritten: name another folder to write")
     catalogue = rec.Catalogue(print)
     train_rows, valid_rows, _ = rec.load_splits(catalogue, print)
     sequences = sequences_of(train_rows)
     places = places_after(sequences, catalogue.codes)
-    draw = random.Random(SEED)
+    draw = random.Random(int(seed))
     stitched = []
-    for number in range(int(settings["PASSES"])):
+    for number in range(int(passes)):
         for line, source in enumerate(sequences):
-            some = stitch(source, places, settings["CHANCE"], settings["SIBLINGS"], rec.MAX_HISTORY, draw)
+            some = stitch(source, places, chance, siblings, rec.MAX_HISTORY, draw)
             if len(some) > 1:
                 stitched.append((f"{line}.{number}", some))
     held_out = [(row["user"], [*row["history"], row["target"]]) for row in valid_rows]

@@ -25,7 +25,7 @@ COEF = 0.01
 class ShorterTrainer(grpo.GRPOTrainer):
     def token_losses(self, batch, rows, logprobs, entropy):
         losses, *rest = super().token_losses(batch, rows, logprobs, entropy)
-        too_long = (batch.response_lengths[rows] > MAX_LENGTH).float()  # (rows,)
+        too_long = (batch.response_mask[rows].sum(1) > MAX_LENGTH).float()  # (rows,)
         return losses + COEF * too_long[:, None] * logprobs, *rest
 
 

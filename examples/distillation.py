@@ -7,7 +7,8 @@ prompt is enough (GROUP_SIZE=1). best/ and patience follow `minus_kl` of the eva
 Change: REFERENCE_MODEL, any model with the student's tokenizer. The reward functions are still called and
 logged; data without answers needs others than exact_answer. With a weight above 0 it is GRPO with a teacher
 in place of the reference; GROUP_SIZE is then 2 or more. KL_COEF only scales the loss, which hardly matters
-to Adam. Keep GROUP_EPOCHS=1 and MINI_BATCHES=1: the KL's gradient has no ratio.
+to Adam. Keep GROUP_EPOCHS=1 and MINI_BATCHES=1: the KL term has no importance ratio, so it is right
+only for samples of the present policy.
 
 Run (mean of seeds 1, 2, 3, a teacher of 95%): 21% of sampled answers right before, 80% after 20 steps and
 90% after 40, which sample 1,280 responses. GRPO itself has 71% after 2,560 responses.
@@ -36,6 +37,10 @@ class DistillationTrainer(grpo.GRPOTrainer):
             hint = "train one by `python grpo/grpo.py`, or set REFERENCE_MODEL=..."
             raise grpo.UserError(f"there is no teacher at {teacher}: {hint}")
         super().load_models()
+        tokenizer = grpo.load_tokenizer(grpo.REFERENCE_MODEL, "REFERENCE_MODEL")
+        if tokenizer.get_vocab() != self.tokenizer.get_vocab():
+            hint = "its log-probabilities would be of other tokens: take a teacher with the student's"
+            raise grpo.UserError(f"REFERENCE_MODEL = {teacher}: it has another tokenizer; {hint}")
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@ Shows shaped_rewards(), which turns the marks of one query's lists into rewards.
 
     r = ALPHA * (log gt_prob - its mean over the query's lists) + BETA * (1 if the answer is right, else -1)
 
-clipped to +-CLIP. A list's InfoScore is log gt_prob less what the gold answers have without demonstrations.
-That is the same for all lists of a query, and the mean stands in its place. REWARD_MODE = "hybrid" with
+clipped to +-CLIP. InfoScore = log gt_prob with the list - log gt_prob without demonstrations. The second term
+is one number per query, so the mean over the query's lists serves instead. REWARD_MODE = "hybrid" with
 HYBRID_MIX_SCORE = "infoscore" scales it to 0 to 1 within a query; here a list that is far better than the
 others weighs more.
+
+REWARD_MODE, HARD_WEIGHT and SOFT_WEIGHT do not count here, though tools/check_up.py judges the lists by them.
 
 Change: the formula. A list has hard, soft, gt_prob, relevance, logprob, and of beams beam_score.
 
@@ -28,6 +30,9 @@ CLIP = 5.0
 
 def shaped_rewards(candidates):
     """Returns the rewards of one query's lists."""
+    if any(candidate["gt_prob"] is None for candidate in candidates):
+        hint = "set REWARD_MODE = 'hard_plus_gtprob', and mine with it"
+        raise rce_icl.UserError(f"icl_legacy_reward.py needs gt_prob, and a list has none: {hint}")
     scores = [math.log(max(candidate["gt_prob"], 1e-6)) for candidate in candidates]
     mean = sum(scores) / len(scores)
     shaped = []

@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rce"))
 import rce_icl
+import torch
 
 
 class SimilarityMiner(rce_icl.Miner):
@@ -24,7 +25,8 @@ class SimilarityMiner(rce_icl.Miner):
 
     def __init__(self, corpus, policy, reader):
         super().__init__(corpus, policy, reader)
-        self.embedder = rce_icl.make_embedder(corpus.demos, corpus.device)
+        with torch.random.fork_rng():  # a model may draw weights that its files lack
+            self.embedder = rce_icl.make_embedder(corpus.demos, corpus.device)
         self.similarity = cache(self.similarity)
 
     def similarity(self, answer, golds):

@@ -6,6 +6,9 @@ orthogonalised momentum (kellerjordan.github.io/posts/muon, torch.optim.Muon). I
 hidden layers, so embeddings, the head, biases and norms stay with AdamW. adjust_lr_fn="match_rms_adamw"
 gives its steps the size of AdamW's (2502.16982), so that both take the same LEARNING_RATE.
 
+In PPO edit optimizer_step(), too: it names its two optimizers. MAX_GRAD_NORM bounds each optimizer's gradient
+by itself, and grad_norm is that of "policy".
+
 Change: which parameters go where, and the optimizers. For one optimizer with several groups of parameters
 edit make_optimizer() instead.
 

@@ -2,11 +2,11 @@
 
 Shows a change of make_optimizer(). AdamW keeps 8 bytes per parameter. Here they lie in the CPU's memory and
 are copied to the GPU only while their parameter is stepped. The weights are those of plain AdamW to the bit,
-and a resumed run equals an unbroken one. After a resume the moments lie on the GPU until the first step.
+and a resumed run equals an unbroken one.
 
 Change: nothing, or take a class of your own in make_optimizer().
 
-Tested on the CPU and on the pretended GPU (docs/gpu.md). What the copies cost on a real GPU, 8 bytes per
+Tested on the CPU and on the pretended GPU (docs/lab/gpu.md). What the copies cost on a real GPU, 8 bytes per
 parameter and step each way, has not been measured.
 
     python examples/offloaded_adamw.py [KEY=VALUE ...]    # a minute of one core; constants of grpo.py
@@ -23,6 +23,11 @@ plain_make_optimizer = grpo.make_optimizer
 
 
 class OffloadedAdamW(torch.optim.AdamW):
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)  # it puts the moments on the parameters' device
+        for p, state in self.state.items():
+            self.state[p] = {key: x.cpu() for key, x in state.items()}
+
     def step(self, closure=None):
         all_groups = self.param_groups
         for group in all_groups:

@@ -6,9 +6,10 @@ Shows four small changes:
   function of weight 0 (own_reward.py); one of the update goes into what optimizer_step() returns.
 - a panel of the algorithm's plot: PLOT_PANELS, a label and the metrics in it.
 - a schedule: learning_rate_scale(), the factor of LEARNING_RATE after so many steps. This one is constant and
-  falls to 0 over the last COOLDOWN of the run.
-- the run ends once the policy is more than MAX_KL nats per token from where it began; it is evaluated and
-  saved as after a last step. KL_COEF must be above 0 for the KL to be measured; 1e-6 hardly trains.
+  falls to 0 over the last COOLDOWN of the run. It replaces LR_SCHEDULER_TYPE, which then does nothing.
+- the run ends once the policy is more than MAX_KL nats per token from where it began: that step becomes its
+  last, so the policy is evaluated and saved. KL_COEF must be above 0 for the KL to be measured; 1e-6 hardly
+  trains.
 
 Change: each by itself. A checkpoint keeps is_stopped: started again, a run that ended by its KL stays ended.
 
@@ -35,7 +36,8 @@ def learning_rate_scale(steps_done, total, warmup, schedule, halvings):
 class MetricTrainer(grpo.GRPOTrainer):
     def evaluate(self, prompts=None, answers=None, rows=None):
         metrics = super().evaluate(prompts, answers, rows)
-        metrics["headroom"] = 1 - metrics["accuracy_sampled"]
+        if "accuracy_sampled" in metrics:  # not without rows, or without answers
+            metrics["headroom"] = 1 - metrics["accuracy_sampled"]
         return metrics
 
     def record(self, batch, metrics):

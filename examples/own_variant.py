@@ -5,7 +5,7 @@ copy runs as it is; delete its data/ when you name your own.
 
 Change: whatever you like, in the copy. What you do not use may go; `ruff check --select F mine/grpo.py` then
 names what is missing. Most copies can do without the sections "decoding with shared prompts" and "scoring
-with shared prompts" (sampling then takes 1.0 to 2.3 times as long, docs/speed.md), "LoRA" and "sharding".
+with shared prompts" (sampling then takes 1.0 to 2.3 times as long, docs/lab/speed.md), "LoRA" and "sharding".
 
     python examples/own_variant.py grpo/grpo.py mine          # then: python mine/grpo.py
 """
@@ -32,7 +32,9 @@ def main(arguments):
         stop(f"{folder} exists already: name a new folder")
     folder.mkdir(parents=True)
     shutil.copy(trainer, folder)
-    for name in ("rewards", "data/tiny"):
+    text = trainer.read_text()
+    shipped = [p for p in sorted((ROOT / "data").iterdir()) if p.is_dir() and f"data/{p.name}/" in text]
+    for name in ("rewards", *(f"data/{p.name}" for p in shipped)):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     print(f"Made {folder}. Start it by: python {folder / trainer.name}; it writes into {folder}/checkpoints/")
 

@@ -2,9 +2,10 @@
 
 Shows a trainer that makes its data. The package reasoning-gym (0.1.25 has 106 tasks, nothing to download)
 makes problems from a seed and scores responses. The rows go to OUTPUT_DIR/gym/; each prompt is a chat with
-four answered problems before the question. The reward function reads the column `entry` of its row.
+four answered problems before the question. The reward function reads the column `entry` of its row. Item i of
+seed s is item i - 1 of seed s + 1, so the seeds lie far apart; a question of the test is in no other file.
 
-Change: TASK, SETTINGS, how a response's answer is found (here its last number).
+Change: TASK, SETTINGS, the sizes, how a response's answer is found (here its last number).
 
 It needs a model that reads English; the shipped policy does not learn it. SmolLM2-135M-Instruct does, in 30
 steps of 8 x 8 responses, ten minutes of one core: sampled score on 64 problems of another seed 0.14 before,
@@ -16,6 +17,7 @@ trained on, 9% were right before and 71% after.
         GROUP_SIZE=8 MAX_STEPS=30 MAX_EVAL_PROMPTS=64 EVAL_SAMPLES=1 MAX_NEW_TOKENS=16 LEARNING_RATE=1e-5
 """
 
+import functools
 import json
 import re
 import sys
@@ -33,25 +35,54 @@ TASK = "chain_sum"
 SETTINGS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 
-def entries(size, seed):
-    return reasoning_gym.create_dataset(TASK, size=size, seed=seed, **SETTINGS)
+TEST_SIZE = 64
+TRAIN_SIZE = 3000
+SHOWN = 4  # answered problems before each question
 
 
-def write_rows(path, size, seed, shown=4):
-    """Writes generated problems, each after `shown` answered ones; the task's score reads `entry`."""
+def problems(size, seed, other=()):
+    """Returns generated problems whose questions differ from those of `other`."""
+    known = {entry["question"] for entry in other}
+    entries = reasoning_gym.create_dataset(TASK, size=3 * size + 20, seed=seed, **SETTINGS)
+    found = [entry for entry in entries if entry["question"] not in known]
+    if len(found) < size:
+        fault = f"it has {len(found)} problems beside the test's, not {size}"
+        raise grpo.UserError(f"TASK = {TASK!r}: {fault}: change SETTINGS or the sizes")
+    return found[:size]
+
+
+def split():
+    """Returns the problems that are shown, tested and trained on."""
+    test = list({entry["question"]: entry for entry in problems(10 * TEST_SIZE, 1_000_000)}.values())
+    test = test[:TEST_SIZE]
+    return problems(SHOWN, 2_000_000, test), test, problems(TRAIN_SIZE, 0, test)
+
+
+def write_rows(path, shown, entries):
+    """Writes problems, each after those that are shown; the task's score reads `entry`."""
     turns = []
-    for entry in entries(shown, 0):
+    for entry in shown:
         turns.append({"role": "user", "content": entry["question"]})
         turns.append({"role": "assistant", "content": entry["answer"]})
     with open(path, "w") as file:
-        for entry in entries(size, seed):
+        for entry in entries:
             chat = [*turns, {"role": "user", "content": entry["question"]}]
             file.write(json.dumps({"chat": chat, "answer": entry["answer"], "entry": entry}) + "\n")
 
 
+@functools.cache
+def task():
+    """Returns the task, whose settings its scores may depend on."""
+    found = reasoning_gym.create_dataset(TASK, size=1, seed=0, **SETTINGS)
+    entry = json.loads(json.dumps(found[0]))
+    if found.score_answer(entry["answer"], entry) < 1:
+        raise grpo.UserError(f"TASK = {TASK!r}: its own answer is not right after it was written as JSON")
+    return found
+
+
 def solved(prompts, responses, answers, entry):
     """Returns the task's own score of each response's last number, 0 to 1."""
-    score = reasoning_gym.get_score_answer_fn(TASK)
+    score = task().score_answer
     numbers = [re.findall(r"-?\d+", response) or [None] for response in responses]
     return [score(found[-1], e) for found, e in zip(numbers, entry)]
 
@@ -67,8 +98,10 @@ class GymTrainer(grpo.GRPOTrainer):
 
         def write():
             folder.mkdir(parents=True, exist_ok=True)
-            grpo.write_atomically(folder / "train.jsonl", lambda tmp: write_rows(tmp, 3000, seed=1))
-            grpo.write_atomically(folder / "test.jsonl", lambda tmp: write_rows(tmp, 200, seed=2))
+            task()
+            shown, test, train = split()
+            grpo.write_atomically(folder / "train.jsonl", lambda tmp: write_rows(tmp, shown, train))
+            grpo.write_atomically(folder / "test.jsonl", lambda tmp: write_rows(tmp, shown, test))
 
         grpo.find_device()  # several processes meet here
         grpo.broadcast_from_rank0(write)  # the first one writes, the others wait

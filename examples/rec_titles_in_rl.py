@@ -1,10 +1,10 @@
 """Items asked for by their titles in GRPO as well, not in SFT alone (generative recommendation).
 
-Shows how rows come into GRPO: rows with a "history" do. TITLE_ROWS adds rows whose prompt is an item's title
-and whose target is that item. They have no history, so SFT alone trains on them. Here they get an empty one,
-and GRPO samples items for titles, too. A reward that reads the history does not suit them. So VALUE_WEIGHT
-is 0, and the logged target is the reward (RULE_WEIGHT; RANKING_WEIGHT suits as well, COLLABORATIVE_WEIGHT
-does not).
+Shows how rows come into GRPO: it trains on every row that has the key "history". TITLE_ROWS adds rows whose
+prompt is an item's title and whose target is that item. They have no history, so SFT alone trains on them.
+Here they get an empty one, and GRPO samples items for titles, too. A reward that reads the history does not
+suit them. So VALUE_WEIGHT is 0, and the logged target is the reward (RULE_WEIGHT; RANKING_WEIGHT suits as
+well, COLLABORATIVE_WEIGHT does not).
 
 Change: title_rows(), for rows of your own: {"id", "ids" of the prompt, "target", "history"}.
 

@@ -1,10 +1,10 @@
 """Rewards inside a response: a number for each token (PPO).
 
-Shows a process reward: 0.1 where a line of the solution ends and is true, 1 at the last token for the right
-answer. compute_rewards() of ppo.py may return a list per response with one number for each of its
-response_ids, its EOS included. The critic learns which token earned what; GAMMA and LAM say how far back a
-reward counts. The score that is logged is the sum. MISSING_EOS_PENALTY falls on the last token. GRPO and RCE
-have one advantage per response and refuse such lists.
+Shows a process reward: 0.1 at the token where a line of the solution ends and is true, 1 at the last token
+for the right answer. compute_rewards() of ppo.py may return a list per response with one number for each of
+its response_ids, its EOS included. The critic learns which token earned what; GAMMA and LAM say how far back
+a reward counts. The score that is logged is the sum. MISSING_EOS_PENALTY falls on the last token. GRPO and
+RCE have one advantage per response and refuse such lists.
 
 Change: what a line is, and what it is worth.
 
@@ -35,12 +35,16 @@ class StepTrainer(ppo.PPOTrainer):
     def compute_rewards(self, prompts, responses, answers, response_ids, **columns):
         rows = []
         for ids, right in zip(response_ids, ppo.rewards.exact_answer(prompts, responses, answers)):
-            values = []
-            line = ""
-            for token in ids:
-                line += self.tokenizer.decode([token])
-                values.append(0.1 * is_right(line.strip()) if line.endswith("\n") else 0.0)
-                line = "" if line.endswith("\n") else line
+            values = [0.0] * len(ids)
+            paid = 0  # right lines so far
+            for i, token in enumerate(ids):
+                is_last = i + 1 == len(ids)
+                if "\n" in self.tokenizer.decode([token]) or is_last:
+                    lines = self.tokenizer.decode(ids[: i + 1], skip_special_tokens=True).split("\n")
+                    ended = lines if is_last else lines[:-1]
+                    num_right = sum(is_right(line.strip()) for line in ended)
+                    values[i] = 0.1 * (num_right - paid)
+                    paid = num_right
             values[-1] += right
             rows.append(values)
         return rows

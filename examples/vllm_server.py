@@ -1,10 +1,10 @@
 """A vLLM server samples the responses (GRPO).
 
-Shows grpo.py with three changes. generate() asks the server: ids in, ids and log-probabilities out. Before a
-step's first request the policy is saved to a folder, which the server loads. The server rounds differently,
-so the trainer scores the responses again and weights each token's loss by min(its own probability / the
-server's, CAP): truncated importance sampling (1802.01561, equation 1). sampler_kl is the k3 estimate of
-KL(server || trainer) in nats per token: far above 1e-2, the server has other weights.
+Shows grpo.py with three changes. generate() asks the server: ids in, ids and log-probabilities out. Before
+the first request after an update the policy is saved to a folder, which the server loads. The server rounds
+differently, so the trainer scores the responses again and weights each token's loss by min(its own
+probability / the server's, CAP): truncated importance sampling (1802.01561, equation 1). sampler_kl is the k3
+estimate of KL(server || trainer) in nats per token: far above 1e-2, the server has other weights.
 
 Change: VLLM_URL in the environment, CAP, the settings of ask_server().
 
@@ -81,16 +81,16 @@ class VLLMTrainer(grpo.GRPOTrainer):
         if grpo.LORA_RANK or grpo.world_size() > 1:
             raise grpo.UserError("a server samples for one process and whole models: python, LORA_RANK = 0")
         super().__init__(resume_from_checkpoint)
-        grpo.generate = self.generate  # from here on: what is tried at load is the trainer's own
-        self.sent = None  # the step whose policy the server has
+        grpo.generate = self.generate  # only now: check_models(), while loading, tests the trainer's own
+        self.is_stale = True  # whether the server has older weights than self.actor
 
     def generate(self, *arguments):
-        if self.sent != self.run.step:
+        if self.is_stale:
             folder = Path(grpo.OUTPUT_DIR).resolve() / "served"
             self.run.save_model(self.actor, folder)
             post("/collective_rpc", method="reload_weights", kwargs={"weights_path": str(folder)})
             post("/reset_prefix_cache")
-            self.sent = self.run.step
+            self.is_stale = False
         return ask_server(*arguments)
 
     @torch.no_grad()
@@ -115,7 +115,9 @@ class VLLMTrainer(grpo.GRPOTrainer):
     def update(self, batch):
         apart = batch.logprobs - batch.server_logprobs  # k3 under the server's samples
         k3 = (apart.exp() - 1 - apart) * batch.response_mask
-        return {**super().update(batch), "sampler_kl": (k3.sum() / batch.response_mask.sum()).item()}
+        metrics = super().update(batch)
+        self.is_stale = True
+        return {**metrics, "sampler_kl": (k3.sum() / batch.response_mask.sum()).item()}
 
 
 grpo.OUTPUT_DIR = f"{grpo.ROOT}/checkpoints/vllm_server"

@@ -1,8 +1,8 @@
 """Learns which demonstrations to show to a reader of pictures, in the world of data/make_shapes.py.
 
 Shows three rules beside the trainer's own in the test: similarity of the texts alone, of the pictures alone,
-and "same format", which reads what no other rule is told: it shows first the rows of the query's frame and
-sort.
+and "same format", which is given each row's frame and sort, as no other rule is: it shows first the rows of
+the query's frame and sort.
 
 Change: the constants below, or trainers_rules() for a rule of your own.
 
@@ -52,10 +52,11 @@ def trainers_rules(trainer, settings, queries, shots, own=rce_icl.baseline_accur
     """Returns {name: accuracies, (queries,)} of the trainer's rules and of three more."""
     accuracies = own(trainer, settings, queries, shots)
     corpus = trainer.corpus
-    facts = {}
-    for name in ("train", "test"):
-        rows = map(json.loads, (WORLD / f"{name}.jsonl").read_text().splitlines())
-        facts[name] = [(row["frame"], row["sort"]) for row in rows]
+    facts = {}  # frame and sort by id, such as train.jsonl:3
+    for spec in (rce_icl.TRAIN_DATASET, rce_icl.test_data()[1]):
+        for number, line in enumerate(Path(spec["path"]).read_text().splitlines() if spec else (), 1):
+            row = json.loads(line)
+            facts[f"{Path(spec['path']).name}:{number}"] = (row["frame"], row["sort"])
     words = json.loads((WORLD / "reader/config.json").read_text())["text_config"]["hidden_size"]
     lists = {"similarity of texts": [], "similarity of pictures": [], "same format": []}
     for query in queries:
@@ -64,8 +65,8 @@ def trainers_rules(trainer, settings, queries, shots, own=rce_icl.baseline_accur
             query["vector"]
         )  # (pool, words' and pictures' size)
         text, picture = by_part[:, :words].sum(1), by_part[:, words:].sum(1)
-        wanted = facts["test" if query["split"] == "test" else "train"][query["number"]]
-        shown = [facts["train"][demo["number"]] for demo in corpus.examples(pool)]
+        wanted = facts[query["id"]]
+        shown = [facts[demo["id"]] for demo in corpus.examples(pool)]
         same = torch.tensor([(frame == wanted[0]) + (sort == wanted[1]) for frame, sort in shown])
         for name, score in zip(lists, (text, picture, same + text / 10)):
             lists[name].append(pool[score.argsort(descending=True)[:shots]].tolist())

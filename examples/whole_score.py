@@ -4,8 +4,9 @@ Shows a score that is no weighted sum of functions: the reward model's score cou
 is short and does not repeat itself. compute_rewards() returns one number per response, (rows,). What it puts
 into self.reward_parts is logged under these names.
 
-Change: the formula. `columns` holds response_ids, messages and the columns of the data. PPO, GRPO and RCE
-all have compute_rewards(); a sum of functions needs none of this (own_reward.py).
+Change: the formula. `columns` holds response_ids, messages and the columns of the data. The weights and
+REWARD_FUNCTIONS do nothing here. PPO and GRPO have compute_rewards(); RCE trains on the two parts that
+HARD_REWARD and SOFT_REWARD name. A sum of functions needs none of this (own_reward.py).
 
     python examples/whole_score.py [KEY=VALUE ...]    # two minutes of one core; constants of ppo.py
 """
@@ -33,6 +34,11 @@ def variety(responses):
 
 
 class OwnScoreTrainer(ppo.PPOTrainer):
+    def __init__(self, resume_from_checkpoint=None):
+        if not ppo.REWARD_MODEL:
+            raise ppo.UserError("whole_score.py needs a REWARD_MODEL: name one, or change its formula")
+        super().__init__(resume_from_checkpoint)
+
     def compute_rewards(self, prompts, responses, answers, **columns):
         quality = self.reward_model_score(prompts, responses).sigmoid().cpu()  # (rows,), 0 to 1
         short, varied = brevity(responses), variety(responses)

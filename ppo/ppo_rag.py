@@ -204,6 +204,13 @@ _INSTEAD_HERE = {  # constants of other trainers: what this file has instead
     "REWARD_FUNCTIONS": "EM_WEIGHT, F1_WEIGHT, ROUGE_WEIGHT and COST_WEIGHT",
 }
 _MAY_CHANGE = "RESUME OUTPUT_DIR STAGE EVALUATE_POLICY EVAL_DATASET".split()  # when resuming
+# When one of these has changed, the scores of a resumed run do not compare with the earlier ones. Add a
+# constant of yours that changes how responses are sampled or scored
+_CHANGE_SCORES = """
+    DATASET SAMPLE VALIDATION_QUESTIONS TEST_QUESTIONS SPLIT_SEED GENERATOR RERANKER PROMPT
+    PARAGRAPH MAX_PROMPT_TOKENS MAX_NEW_TOKENS EM_WEIGHT F1_WEIGHT ROUGE_WEIGHT COST_WEIGHT COST
+    COST_TOKENS COST_PAIRS REWARD_CLIP
+""".split()
 
 # ================================================================ the maths of PPO, one step an episode
 
@@ -781,7 +788,7 @@ def call_reward(name, function, prompts, responses, answers, columns=None):
     signature = inspect.signature(function)
     first = [*signature.parameters][:3]  # these are passed by position
     takes_all = any(p.kind == p.VAR_KEYWORD for p in signature.parameters.values())
-    taken = {*first, "self"}
+    taken = {*first, "self"}  # a column named self would be a method's first argument
     named = {k: v for k, v in columns.items() if k not in taken and (takes_all or k in signature.parameters)}
     try:
         signature.bind(prompts, responses, answers, **named)
@@ -795,7 +802,7 @@ def call_reward(name, function, prompts, responses, answers, columns=None):
     except Exception as error:
         if isinstance(error, ValueError) and getattr(function, "__module__", None) == rewards.__name__:
             raise UserError(str(error)) from None  # it says what its data must have
-        if not isinstance(error, UserError) and not hasattr(error, "__notes__"):  # the innermost is enough
+        if not isinstance(error, UserError) and not hasattr(error, "__notes__"):  # not noted yet
             error.add_note(f"(raised by the reward function {name})")
         raise
     return check_scores(name, values, len(responses))
@@ -1072,7 +1079,7 @@ def read_metrics(path):
 
 
 def varies(records, keys, phases):
-    """Returns whether one of the metrics has two different values in records of the phases, or one alone."""
+    """Returns whether one of the metrics has different values in records of the phases, or only one value."""
     for key in keys:
         values = []
         for record in records:
@@ -1163,6 +1170,11 @@ def as_numbers(metrics):
     return numbers
 
 
+def without_nan(record):
+    """Returns a record with None for each number that is not finite, which JSON does not have."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+
+
 class Run:
     """One run in OUTPUT_DIR: its lock, logs, plots, checkpoints, signals and counters. The trainer's train()
     decides when it evaluates and saves."""
@@ -1185,6 +1197,7 @@ class Run:
         self.log_lines = {}  # {name: lines in it when the checkpoint was saved}
         self.text_log = None  # file of what log() prints
         self.has_changed = False  # whether the run resumes with other constants
+        self.has_other_scores = False  # whether one is in _CHANGE_SCORES, and best/ has the earlier scores
         self.has_failed = False  # True while train() runs, and after it ended with an error
         self.unwritten = []  # what log() printed before that file was open
         self.step = 0  # the current step, from 1; between steps, how many are done
@@ -1207,6 +1220,11 @@ class Run:
             finish_replacing(self.folder / "best")
         choose = partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.log)
         self.checkpoint = broadcast_from_rank0(choose)  # to resume from; later the last that was saved
+        if self.checkpoint:
+            trainer = json.loads((self.checkpoint / "config.json").read_text()).get("trainer", name)
+            if trainer != name:
+                hint = "set another OUTPUT_DIR or, to begin anew, RESUME=no"
+                raise UserError(f"{self.checkpoint} is of the trainer {trainer!r}, not {name!r}: {hint}")
         seed_everything(SEED)
 
     def reset_best(self):
@@ -1256,9 +1274,9 @@ class Run:
         self.has_failed = True  # until the end is reached
         try:
             yield
-            self.has_failed = False
             self.agree_on_stop()
             self.save()
+            self.has_failed = False
             self.log(self.final_message())
             if self.wandb:
                 self.wandb.finish()
@@ -1369,18 +1387,19 @@ class Run:
             self.halvings += 1
         if self.is_best(value):
             self.best_value = value
+            if self.has_other_scores and rank() == 0:
+                archive_old_run(list(self.folder.glob("best")), OUTPUT_DIR, self.log)
+            self.has_other_scores = False
             self.save_best(metrics)
 
     def is_best(self, value):
         return value > self.best_value
 
     def write_metrics(self, phase, metrics):
-        # JSON has no NaN
-        numbers = as_numbers(metrics).items()
-        finite = {key: value if math.isfinite(value) else None for key, value in numbers}
-        self.write("metrics.jsonl", {"phase": phase, "step": self.step, **finite})
+        numbers = without_nan(as_numbers(metrics))
+        self.write("metrics.jsonl", {"phase": phase, "step": self.step, **numbers})
         if self.wandb:
-            self.wandb.log({f"{phase}/{key}": value for key, value in finite.items()}, step=self.step)
+            self.wandb.log({f"{phase}/{key}": value for key, value in numbers.items()}, step=self.step)
 
     def write(self, name, record):
         """Writes one line of JSON to a log."""
@@ -1388,7 +1407,7 @@ class Run:
             return
         if self.logs[name] is None:
             raise RuntimeError(f"{name} is open only inside `with run.session(...)`")
-        self.logs[name].write(json.dumps(record) + "\n")
+        self.logs[name].write(json.dumps(without_nan(record)) + "\n")
 
     def log(self, text):
         """Prints one line, above any progress bar, and writes it to the log file."""
@@ -1450,14 +1469,14 @@ class Run:
         if not path.exists():
             return ""
         step = json.loads(path.read_text())["step"]
-        if step == first < self.step:
+        if step == first and self.step > first:
             return f" (of step {step}: no later one was better in evaluation)"
         return f" (of step {step})"
 
     # differs: models are never sharded
     def save(self):
         """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""
-        # A second call of train() continues from self.checkpoint
+        # By self.checkpoint open_files() sees that a second train() continues in this folder
         folder = self.checkpoint = self.folder / f"step_{self.step}"
         if broadcast_from_rank0(folder.exists):  # session() saves the last step, which may be saved already
             return
@@ -1479,14 +1498,14 @@ class Run:
             fsync(file.name)
             self.log_lines[name] = Path(file.name).read_bytes().count(b"\n")
         saved = {
-            "trainer": self.name,
             "run": {key: getattr(self, key) for key in self.checkpointed_fields},
             "state": vars(self.state),
             "optimizers": optimizers,
             "rng": get_rng_state(),
         }
         torch.save(saved, folder / "training_state.pt")
-        (folder / "config.json").write_text(json.dumps(run_fingerprint(), indent=1))
+        config = {"trainer": self.name, **run_fingerprint()}
+        (folder / "config.json").write_text(json.dumps(config, indent=1))
         manifest = {}
         for path in folder.rglob("*"):
             if path.is_file():
@@ -1513,9 +1532,7 @@ class Run:
         """Restores state, optimizers and generators. The models were loaded from the same folder."""
         try:  # weights_only: nothing in the file is run
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
-            before = json.loads((folder / "config.json").read_text())
-            if saved.get("trainer") != self.name:
-                raise ValueError(f"it was written by the trainer {saved.get('trainer')!r}, not {self.name!r}")
+            before = json.loads((folder / "config.json").read_text().replace(f"{ROOT}/", ""))
             # The saved state may have further fields, which an edited trainer adds while it trains
             if missing := sorted(vars(self.state).keys() - saved["state"].keys()):
                 raise ValueError(f"its state has no {', '.join(missing)}")
@@ -1540,6 +1557,12 @@ class Run:
                     fault = f"was trained from {key} = {before.get(key)!r}, not {value!r}"
                     raise UserError(f"{folder} {fault}: give that one, or begin anew with RESUME=no")
                 self.log(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
+                self.has_other_scores |= key in _CHANGE_SCORES
+        if self.has_other_scores:
+            self.log("Earlier scores do not compare with the new ones: best/ and patience begin anew")
+            # As reset_best() does, but is_stopped and halvings stay
+            self.evaluated_at, self.evals_since_best = -1, 0
+            self.best_value = self.patience_value = -math.inf
 
     def open_files(self):
         """Moves files of an earlier run aside, cuts the logs back to the checkpoint, and opens them."""
@@ -1558,7 +1581,9 @@ class Run:
         else:
             old = [path for pattern in self.old_files for path in self.folder.glob(pattern)]
             self.log_lines = {}
-        if old or not continues_here:
+        metrics = self.folder / "logs/metrics.jsonl"
+        is_cut = metrics.exists() and metrics.read_bytes().count(b"\n") > self.log_lines.get(metrics.name, 0)
+        if old or not continues_here or (is_cut and self.has_changed):
             self.wandb_id = None  # wandb drops steps that a run has already: these get a run of their own
         self.start_wandb()
         archive_old_run(old, OUTPUT_DIR, self.log)
@@ -1689,13 +1714,17 @@ def json_name(value):
 
 
 def run_fingerprint():
-    """Returns what decides a run's results: the constants, this file, and the number of threads and the GPU,
-    on which the last bits depend."""
+    """Returns what decides a run's results: the constants, this file and the one that was started, and the
+    number of threads and the GPU, on which the last bits depend."""
     gpu = None
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    this_file = {Path(__file__).name: file_digest(__file__)["sha256"][:12]}
-    return {**constants(), **this_file, "GPU": gpu, "OMP_NUM_THREADS": torch.get_num_threads()}
+    # A program that imports this file and edits it, as in examples/, decides the results, too
+    started = getattr(sys.modules["__main__"], "__file__", None) or __file__
+    files = {Path(file).name: file_digest(file)["sha256"][:12] for file in (__file__, started)}
+    # Without ROOT: the repository may be moved
+    values = json.loads(json.dumps(constants()).replace(f"{ROOT}/", ""))
+    return {**values, **files, "GPU": gpu, "OMP_NUM_THREADS": torch.get_num_threads()}
 
 
 def apply_overrides(arguments):
@@ -1761,6 +1790,7 @@ def read_value(text, allowed):
     return value
 
 
+# differs: its panels are no constant
 def check_constants():
     """Refuses numbers out of range and unknown words before anything is loaded or written. Warns of names
     that nothing in this file reads, such as a misspelt constant that was pasted at its top."""
@@ -2624,13 +2654,45 @@ def policy_and_step(policy):
     return str(policy)
 
 
+@contextmanager
+def keeping_constants():
+    """Restores this file's constants after the block, or after the function that it decorates."""
+    before = {name: value for name, value in globals().items() if name.isupper()}
+    try:
+        yield
+    finally:
+        globals().update(before)
+
+
+def write_evaluation(name, settings, results, records):
+    """Writes settings and results to OUTPUT_DIR/<name>.json and records to <name>.jsonl; if there is already
+    an evaluation of that name with other settings, to <name>_2, <name>_3, ... Returns their path without the
+    ending."""
+    name = re.sub(r"[^\w.-]+", "", name)
+    settings = json.loads(json.dumps(settings))
+    path = Path(OUTPUT_DIR, name)
+    number = 1
+    while Path(f"{path}.json").exists():
+        written = json.loads(Path(f"{path}.json").read_text())
+        if all(written.get(key) == value for key, value in settings.items()):
+            break
+        number += 1
+        path = Path(OUTPUT_DIR, f"{name}_{number}")
+    if rank() == 0:
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        facts = json.dumps({**settings, **results}, indent=1)
+        write_atomically(Path(f"{path}.jsonl"), lambda tmp: tmp.write_text(lines))
+        write_atomically(Path(f"{path}.json"), lambda tmp: tmp.write_text(facts))
+    return path
+
+
 # differs: what is scored
+@keeping_constants()
 def evaluate_policy(trainer_class):
     """Scores EVALUATE_POLICY, without training, on all questions of EVAL_DATASET or, without one, on the test
     questions of DATASET. Writes OUTPUT_DIR/eval_<policy>_<data>.json, and each question with its action and
     answer to a .jsonl of that name; a run in OUTPUT_DIR stays as it is. Returns {figure: {"mean", "low",
     "high"}}."""
-    folder = Path(OUTPUT_DIR)
     trainer = trainer_class(resume_from_checkpoint="no")
     by_question, records, shares = policy_scores(trainer)
     figures = {}
@@ -2638,18 +2700,14 @@ def evaluate_policy(trainer_class):
         mean, (low, high) = values.mean().item(), bootstrap_interval(values.numpy())
         figures[figure] = {"mean": mean, "low": low, "high": high}
         trainer.run.log(f"{figure:22} {mean:.3f}   95% interval {low:.3f} to {high:.3f}")
-    facts = {"policy": str(policy_to_evaluate()), "dataset": data_to_read(), "questions": len(records)}
-    facts |= {"figures": figures, "actions": shares, "settings": {}}
-    settings = "SPLIT_SEED GENERATOR RERANKER FIXED_ACTION EM_WEIGHT F1_WEIGHT ROUGE_WEIGHT COST_WEIGHT COST"
-    for key in settings.split():
-        facts["settings"][key] = constants()[key]
+    settings = {"policy": str(policy_to_evaluate()), "dataset": data_to_read(), "questions": len(records)}
+    names = "SPLIT_SEED GENERATOR RERANKER FIXED_ACTION EM_WEIGHT F1_WEIGHT ROUGE_WEIGHT COST_WEIGHT COST"
+    settings["settings"] = {key: constants()[key] for key in [*names.split(), *_CHANGE_SCORES]}
     names = ["eval", *Path(EVALUATE_POLICY).parts[-2:], Path(data_to_read()["path"]).stem]
-    name = re.sub(r"[^\w.-]+", "", "_".join(names))
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    write_atomically(folder / f"{name}.jsonl", lambda tmp: tmp.write_text(lines))
-    write_json(folder / f"{name}.json", facts)
+    path = write_evaluation("_".join(names), settings, {"figures": figures, "actions": shares}, records)
     policy = policy_and_step(policy_to_evaluate())
-    trainer.run.log(f"{policy}: {len(records)} questions; written to {folder / name}.json and .jsonl")
+    trainer.run.log(f"{policy}: {len(records)} questions; written to {path}.json and .jsonl")
+    trainer.run.lock.release(force=True)
     return figures
 
 

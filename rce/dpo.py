@@ -214,6 +214,12 @@ _INSTEAD_HERE = {  # constants of other trainers: what this file has instead
 }
 # A run that resumes logs which constants have changed, except these
 _MAY_CHANGE = "RESUME OUTPUT_DIR PLOT_PANELS".split()
+# When one of these has changed, the scores of a resumed run do not compare with the earlier ones. Add a
+# constant of yours that changes how responses are sampled or scored
+_CHANGE_SCORES = """
+    EVAL_DATASETS MAX_EVAL_PAIRS PROMPT_TEMPLATE SYSTEM_PROMPT MAX_TOKENS REFERENCE_MODEL LOSS_TYPE
+    BETA LABEL_SMOOTHING
+""".split()
 
 # ================================================================ the maths of DPO
 
@@ -782,7 +788,7 @@ def make_optimizer(model, learning_rate):
     examples/muon.py has two optimizers for one model."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
-    for group in optimizer.param_groups:  # a rate of its own keeps its ratio to learning_rate
+    for group in optimizer.param_groups:  # the schedule keeps a group's ratio to learning_rate
         group["lr_multiplier"] = group["lr"] / learning_rate if learning_rate else 1.0
     return optimizer
 
@@ -809,7 +815,7 @@ class GradientSum:
             gradients.log_means({"loss": losses}, mask, num_tokens)
         metrics = gradients.finish()
 
-    In each round every process gets one micro-batch. After it all processes add the round's gradients in the
+    In each round every process gets one micro-batch. After each round the processes add its gradients in the
     order of the micro-batches, so that the sum has the same bits on any number of processes. With
     DETERMINISTIC_GRADIENTS = False they add up once, in finish(); with FSDP2 in every backward pass."""
 
@@ -1211,7 +1217,8 @@ def encode_chat(tokenizer, prompt, where, response=None):
         if turn["role"] == "assistant":
             text += tokenizer.eos_token
     ids = tokenizer(text)["input_ids"]
-    # Some tokenizers append an EOS to every text. It is dropped; a response's own EOS stands before it
+    # Some tokenizers append an EOS to every text, which is dropped. After a response there are two: the
+    # response's own and the tokenizer's
     appended = [tokenizer.eos_token_id] * (1 if response is None else 2)
     text_has_eos = (messages + turns)[-1]["content"].endswith(tokenizer.eos_token)
     if ids[-len(appended) :] == appended and not text_has_eos:
@@ -1478,11 +1485,13 @@ def load_optimizer_state(optimizer, saved):
     Learning rates and the like come from the constants of now, not from the checkpoint."""
     groups = optimizer.state_dict()["param_groups"]
     for group, saved_group in zip(groups, saved["param_groups"]):
-        group["params"] = saved_group["params"]  # numbers of parameters, by which saved["state"] knows them
+        group["params"] = saved_group["params"]  # load_state_dict() then refuses groups of other sizes
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, state in saved["state"].items():
         parameter = parameters[number]
         for key, x in state.items():
+            if key == "exp_avg" and x.shape != parameter.shape:
+                raise ValueError("its optimizer's parameters have another order or other shapes")
             if isinstance(parameter, DTensor) and x.shape == parameter.shape:
                 mesh, placements = parameter.device_mesh, parameter.placements
                 state[key] = distribute_tensor(x.to(parameter.device), mesh, placements, src_data_rank=None)
@@ -1619,8 +1628,7 @@ def join_processes():
     wait = timedelta(seconds=PROCESS_TIMEOUT)
     store = next(dist.rendezvous("env://", timeout=wait))[0]
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        # The prefix hides keys of an attempt that torchrun restarted. Several machines count restarts on
-        # their own
+        # The prefix hides keys of an attempt that torchrun restarted; on several machines it may differ
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(backend, store=store, timeout=wait, world_size=world_size(), rank=rank())
     fingerprints = all_gather(run_fingerprint())
@@ -1865,7 +1873,7 @@ def read_metrics(path):
 
 
 def varies(records, keys, phases):
-    """Returns whether one of the metrics has two different values in records of the phases, or one alone."""
+    """Returns whether one of the metrics has different values in records of the phases, or only one value."""
     for key in keys:
         values = []
         for record in records:
@@ -1955,6 +1963,11 @@ def as_numbers(metrics):
     return numbers
 
 
+def without_nan(record):
+    """Returns a record with None for each number that is not finite, which JSON does not have."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+
+
 class Run:
     """One run in OUTPUT_DIR: its lock, logs, plots, checkpoints, signals and counters. The trainer's train()
     decides when it evaluates and saves."""
@@ -1977,6 +1990,7 @@ class Run:
         self.log_lines = {}  # {name: lines in it when the checkpoint was saved}
         self.text_log = None  # file of what log() prints
         self.has_changed = False  # whether the run resumes with other constants
+        self.has_other_scores = False  # whether one is in _CHANGE_SCORES, and best/ has the earlier scores
         self.has_failed = False  # True while train() runs, and after it ended with an error
         self.unwritten = []  # what log() printed before that file was open
         self.step = 0  # the current step, from 1; between steps, how many are done
@@ -1999,6 +2013,11 @@ class Run:
             finish_replacing(self.folder / "best")
         choose = partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.log)
         self.checkpoint = broadcast_from_rank0(choose)  # to resume from; later the last that was saved
+        if self.checkpoint:
+            trainer = json.loads((self.checkpoint / "config.json").read_text()).get("trainer", name)
+            if trainer != name:
+                hint = "set another OUTPUT_DIR or, to begin anew, RESUME=no"
+                raise UserError(f"{self.checkpoint} is of the trainer {trainer!r}, not {name!r}: {hint}")
         seed_everything(SEED)
 
     def reset_best(self):
@@ -2048,9 +2067,9 @@ class Run:
         self.has_failed = True  # until the end is reached
         try:
             yield
-            self.has_failed = False
             self.agree_on_stop()
             self.save()
+            self.has_failed = False
             self.log(self.final_message())
             if self.wandb:
                 self.wandb.finish()
@@ -2161,18 +2180,19 @@ class Run:
             self.halvings += 1
         if self.is_best(value):
             self.best_value = value
+            if self.has_other_scores and rank() == 0:
+                archive_old_run(list(self.folder.glob("best")), OUTPUT_DIR, self.log)
+            self.has_other_scores = False
             self.save_best(metrics)
 
     def is_best(self, value):
         return value > self.best_value
 
     def write_metrics(self, phase, metrics):
-        # JSON has no NaN
-        numbers = as_numbers(metrics).items()
-        finite = {key: value if math.isfinite(value) else None for key, value in numbers}
-        self.write("metrics.jsonl", {"phase": phase, "step": self.step, **finite})
+        numbers = without_nan(as_numbers(metrics))
+        self.write("metrics.jsonl", {"phase": phase, "step": self.step, **numbers})
         if self.wandb:
-            self.wandb.log({f"{phase}/{key}": value for key, value in finite.items()}, step=self.step)
+            self.wandb.log({f"{phase}/{key}": value for key, value in numbers.items()}, step=self.step)
 
     def write(self, name, record):
         """Writes one line of JSON to a log."""
@@ -2180,7 +2200,7 @@ class Run:
             return
         if self.logs[name] is None:
             raise RuntimeError(f"{name} is open only inside `with run.session(...)`")
-        self.logs[name].write(json.dumps(record) + "\n")
+        self.logs[name].write(json.dumps(without_nan(record)) + "\n")
 
     def log(self, text):
         """Prints one line, above any progress bar, and writes it to the log file."""
@@ -2242,13 +2262,13 @@ class Run:
         if not path.exists():
             return ""
         step = json.loads(path.read_text())["step"]
-        if step == first < self.step:
+        if step == first and self.step > first:
             return f" (of step {step}: no later one was better in evaluation)"
         return f" (of step {step})"
 
     def save(self):
         """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""
-        # A second call of train() continues from self.checkpoint
+        # By self.checkpoint open_files() sees that a second train() continues in this folder
         folder = self.checkpoint = self.folder / f"step_{self.step}"
         if broadcast_from_rank0(folder.exists):  # session() saves the last step, which may be saved already
             return
@@ -2270,14 +2290,14 @@ class Run:
             fsync(file.name)
             self.log_lines[name] = Path(file.name).read_bytes().count(b"\n")
         saved = {
-            "trainer": self.name,
             "run": {key: getattr(self, key) for key in self.checkpointed_fields},
             "state": vars(self.state),
             "optimizers": optimizers,
             "rng": get_rng_state(),
         }
         torch.save(saved, folder / "training_state.pt")
-        (folder / "config.json").write_text(json.dumps(run_fingerprint(), indent=1))
+        config = {"trainer": self.name, **run_fingerprint()}
+        (folder / "config.json").write_text(json.dumps(config, indent=1))
         manifest = {}
         for path in folder.rglob("*"):
             if path.is_file():
@@ -2305,9 +2325,7 @@ class Run:
         """Restores state, optimizers and generators. The models were loaded from the same folder."""
         try:  # weights_only: nothing in the file is run
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
-            before = json.loads((folder / "config.json").read_text())
-            if saved.get("trainer") != self.name:
-                raise ValueError(f"it was written by the trainer {saved.get('trainer')!r}, not {self.name!r}")
+            before = json.loads((folder / "config.json").read_text().replace(f"{ROOT}/", ""))
             # The saved state may have further fields, which an edited trainer adds while it trains
             if missing := sorted(vars(self.state).keys() - saved["state"].keys()):
                 raise ValueError(f"its state has no {', '.join(missing)}")
@@ -2331,6 +2349,12 @@ class Run:
                     fault = f"was trained from {key} = {before.get(key)!r}, not {value!r}"
                     raise UserError(f"{folder} {fault}: give that one, or begin anew with RESUME=no")
                 self.log(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
+                self.has_other_scores |= key in _CHANGE_SCORES
+        if self.has_other_scores:
+            self.log("Earlier scores do not compare with the new ones: best/ and patience begin anew")
+            # As reset_best() does, but is_stopped and halvings stay
+            self.evaluated_at, self.evals_since_best = -1, 0
+            self.best_value = self.patience_value = -math.inf
 
     def open_files(self):
         """Moves files of an earlier run aside, cuts the logs back to the checkpoint, and opens them."""
@@ -2349,7 +2373,9 @@ class Run:
         else:
             old = [path for pattern in self.old_files for path in self.folder.glob(pattern)]
             self.log_lines = {}
-        if old or not continues_here:
+        metrics = self.folder / "logs/metrics.jsonl"
+        is_cut = metrics.exists() and metrics.read_bytes().count(b"\n") > self.log_lines.get(metrics.name, 0)
+        if old or not continues_here or (is_cut and self.has_changed):
             self.wandb_id = None  # wandb drops steps that a run has already: these get a run of their own
         self.start_wandb()
         archive_old_run(old, OUTPUT_DIR, self.log)
@@ -2453,7 +2479,7 @@ def user_message(error):
         return f"another process of this run ended or did not answer ({first_line(error)})"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
         hint = "set GRADIENT_CHECKPOINTING=True, or halve BATCH_SIZE and double GRADIENT_ACCUMULATION_STEPS: "
-        hint += "the training stays as it is"
+        hint += "the training stays as it is; or, if it was an evaluation, lower EVAL_BATCH_SIZE"
         return f"out of memory ({first_line(error)}): {hint}"
     return None
 
@@ -2478,13 +2504,17 @@ def json_name(value):
 
 
 def run_fingerprint():
-    """Returns what decides a run's results: the constants, this file, and the number of threads and the GPU,
-    on which the last bits depend."""
+    """Returns what decides a run's results: the constants, this file and the one that was started, and the
+    number of threads and the GPU, on which the last bits depend."""
     gpu = None
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    this_file = {Path(__file__).name: file_digest(__file__)["sha256"][:12]}
-    return {**constants(), **this_file, "GPU": gpu, "OMP_NUM_THREADS": torch.get_num_threads()}
+    # A program that imports this file and edits it, as in examples/, decides the results, too
+    started = getattr(sys.modules["__main__"], "__file__", None) or __file__
+    files = {Path(file).name: file_digest(file)["sha256"][:12] for file in (__file__, started)}
+    # Without ROOT: the repository may be moved
+    values = json.loads(json.dumps(constants()).replace(f"{ROOT}/", ""))
+    return {**values, **files, "GPU": gpu, "OMP_NUM_THREADS": torch.get_num_threads()}
 
 
 def apply_overrides(arguments):
@@ -2565,6 +2595,9 @@ def check_constants():
             if any(Path(value).resolve().is_relative_to(folder) for folder in folders):
                 hint = "which a new run moves and this one writes: set another OUTPUT_DIR"
                 raise UserError(f"{key} = {value!r} lies in OUTPUT_DIR, {hint}")
+    for panel in values.get("PLOT_PANELS", []):
+        if not (isinstance(panel, list) and len(panel) == 2 and isinstance(panel[1], list)):
+            raise UserError(f'PLOT_PANELS: {panel} is not a panel, such as ("KL", ["kl"])')
     for keys, allowed in _VALID_RANGES.items():
         for key in keys.split():
             value = globals()[key]

@@ -264,6 +264,13 @@ _INSTEAD_HERE = {  # constants of other trainers: what this file has instead
 }
 # A run that resumes logs which constants have changed, except these
 _MAY_CHANGE = "RESUME OUTPUT_DIR PLOT_PANELS STAGE EVALUATE_POLICY EVALUATE_SAMPLES".split()
+# When one of these has changed, the scores of a resumed run do not compare with the earlier ones. Add a
+# constant of yours that changes how responses are sampled or scored
+_CHANGE_SCORES = """
+    EVAL_DATASETS MAX_EVAL_PROMPTS REWARD_FUNCTIONS REWARD_MODEL REWARD_MODEL_WEIGHT
+    ACCURACY_FUNCTION PROMPT_TEMPLATE SYSTEM_PROMPT MAX_PROMPT_TOKENS MAX_NEW_TOKENS TEMPERATURE
+    VALIDATION_FRACTION
+""".split()
 
 # ================================================================ the maths of RCE
 
@@ -1026,6 +1033,8 @@ def disagreement(model, compute):
     alone, else a description. A real fault is about as large as the values."""
     try:
         values, wanted = compute()
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # a model that is not made for this may raise any type
         return f"it raises {type(error).__name__}: {first_line(error)}"
     difference = (values - wanted).float().reshape(len(values), -1)
@@ -1084,7 +1093,7 @@ def check_models(models_by_constant, rows, pad_id):
         if model.dtype != torch.float32:
             precision = autocast(model)
         with full_parameters(model), precision:
-            # A new head is zero, and so would be every value that is compared
+            # For this comparison: a new head is zero, and all values would be equal
             zeros = [p for p in model.parameters() if not p.any()]
             for parameter in zeros:
                 parameter.copy_(torch.linspace(-0.02, 0.02, parameter.numel()).view_as(parameter))
@@ -1124,7 +1133,7 @@ def to_device(values, device):
 
 def make_batch(prompts, responses, device):
     """Returns a batch of prompts and responses, lists of ids. On the host it has batch.sequences, one tuple
-    per row: prompt ids, response ids, indices of the response tokens that the policy sampled (here all). Its
+    per row: prompt ids, response ids, indices of the response tokens that the policy sampled (all). Its
     tensors on the device are (rows,) or (rows, R), R being the longest response."""
     lengths = to_device(list(map(len, responses)), device)
     ids = to_device(pad_right(responses, 0), device)
@@ -1208,7 +1217,7 @@ def sample_tokens(probabilities, uniform):
     block_sums = blocks.sum(-1)
     block, overshoot = find_in_cdf(block_sums, uniform.double().unsqueeze(-1))
     # Where the target lies inside its block, as a fraction of the block's sum
-    fraction = (1 - overshoot / block_sums.gather(-1, block)).clamp(0, 1 - 2**-40)
+    fraction = (1 - overshoot / block_sums.gather(-1, block)).clamp(0, 1 - 2**-40)  # below 1
     index, _ = find_in_cdf(blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, 128)).squeeze(1), fraction)
     return (block * 128 + index).squeeze(-1).clamp(max=probabilities.shape[1] - 1)
 
@@ -1270,7 +1279,7 @@ class Decoder:
         """Puts faster layers in place of transformers' own, where these are plain (no sliding window)."""
         layers = getattr(self.cache, "layers", [])
         plain = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and layer.is_initialized]
-        self.needs_mask = True  # while some layer holds the padding of the prompts
+        self.needs_mask = True  # False if all layers are SharedPromptLayers, which hide the padding
         if self.model in _SHARED_DECODING:
             shared_layers = {}
             for i in plain:
@@ -1324,7 +1333,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
     device = model.device
     check_every = _EOS_CHECK_EVERY[device.type]
     decoder = Decoder(model, prompts, group_size, pad_id)
-    rows = torch.arange(len(prompts) * group_size, device=device)  # rows of the result that are not finished
+    rows = torch.arange(len(prompts) * group_size, device=device)  # rows of the result that are decoded
     ids = torch.full((len(rows), max_new_tokens), pad_id, device=device)
     logprobs = torch.zeros(len(rows), max_new_tokens, device=device)
     finished = torch.zeros_like(rows, dtype=torch.bool)
@@ -1353,7 +1362,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
             unfinished = np.flatnonzero(finished.cpu().numpy() == 0).tolist()
             if not unfinished:
                 break
-            if len(unfinished) <= 0.75 * len(rows):  # dropping rows copies the cache: not for each one
+            if len(unfinished) <= 0.75 * len(rows):  # dropping rows copies the cache: drop many at once
                 keep = decoder.select_rows(unfinished)
                 rows = rows[keep]
                 tokens = tokens[keep]
@@ -1401,8 +1410,8 @@ class SharedPrompts:
 
     def select_rows(self, rows):
         """Continues with these rows, a list in which rows of one prompt are neighbours."""
-        facts = {"return_index": True, "return_inverse": True, "return_counts": True}
-        prompts, first_row, prompt_of_row, counts = np.unique(self.prompt_of_row[rows], **facts)
+        outputs = {"return_index": True, "return_inverse": True, "return_counts": True}
+        prompts, first_row, prompt_of_row, counts = np.unique(self.prompt_of_row[rows], **outputs)
         size = int(counts.max())
         row_of_slot = np.minimum(first_row[:, None] + np.arange(size), len(rows) - 1).ravel()
         slot_of_row = prompt_of_row * size + np.arange(len(rows)) - first_row[prompt_of_row]
@@ -1533,7 +1542,7 @@ _RESPONSE_TOKENS = 1024  # most response tokens in one sequence, because its att
 
 def attention_windows(model):
     """Returns {layer type: how many tokens back a query sees; None: all} from the model's config. Returns {},
-    so that prompts are not shared, if the config has other types of layers or a window of no known type."""
+    so that prompts are not shared, if the config has other types of layers, or a window for none of them."""
     try:
         config = model.config.get_text_config(decoder=True)
         layer_types, options = get_layer_types_and_kwargs(config)
@@ -1571,14 +1580,15 @@ def logits_of_shared_prompts(model, batch, rows):
             sequences.append((list(prompt), list(range(prompt_length)), [0] * prompt_length))
         ids, positions, owner = sequences[-1]
         for t in sampled:
-            predicted_at = prompt_length - 1
+            predicted_at = prompt_length - 1  # the first token: by the prompt's last
             if t > 0:
                 predicted_at = len(ids) + t - 1
             places.append((i, len(sequences) - 1, predicted_at, t))
         ids += response[:added]
         positions += range(prompt_length, prompt_length + added)
         owner += [i + 1] * added
-    # Widths are multiples of 8: for others a GPU's kernels copy the mask. Padding sees other padding
+    # Widths are multiples of 8: for others a GPU's kernels copy the mask. Padding sees other
+    # padding, since a row of the mask that is all -inf gives NaN
     ids, positions, owner = zip(*sequences)
     ids = to_device(pad_right(ids, 0, 8), device)
     positions = to_device(pad_right(positions, 0, 8), device)
@@ -1610,7 +1620,7 @@ def make_optimizer(model, learning_rate):
     examples/muon.py has two optimizers for one model."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
-    for group in optimizer.param_groups:  # a rate of its own keeps its ratio to learning_rate
+    for group in optimizer.param_groups:  # the schedule keeps a group's ratio to learning_rate
         group["lr_multiplier"] = group["lr"] / learning_rate if learning_rate else 1.0
     return optimizer
 
@@ -1630,7 +1640,7 @@ class GradientSum:
             gradients.log_means({"loss": losses}, mask, num_tokens)
         metrics = gradients.finish()
 
-    In each round every process gets one micro-batch. After it all processes add the round's gradients in the
+    In each round every process gets one micro-batch. After each round the processes add its gradients in the
     order of the micro-batches, so that the sum has the same bits on any number of processes. With
     DETERMINISTIC_GRADIENTS = False they add up once, in finish(); with FSDP2 in every backward pass."""
 
@@ -1929,7 +1939,8 @@ def encode_chat(tokenizer, prompt, where, response=None):
         if turn["role"] == "assistant":
             text += tokenizer.eos_token
     ids = tokenizer(text)["input_ids"]
-    # Some tokenizers append an EOS to every text. It is dropped; a response's own EOS stands before it
+    # Some tokenizers append an EOS to every text, which is dropped. After a response there are two: the
+    # response's own and the tokenizer's
     appended = [tokenizer.eos_token_id] * (1 if response is None else 2)
     text_has_eos = (messages + turns)[-1]["content"].endswith(tokenizer.eos_token)
     if ids[-len(appended) :] == appended and not text_has_eos:
@@ -1945,7 +1956,7 @@ def encode(trainer, rows, constant):
     for row in rows:
         where = f"{constant}: {row.get('id', 'the prompt')}"
         row["ids"] = encode_chat(tokenizer, row["prompt"], where)
-        row["columns"]["messages"] = as_messages(row["prompt"])  # also where the data has such a column
+        row["columns"]["messages"] = as_messages(row["prompt"])  # in place of a column of that name
         if not row["ids"]:
             raise UserError(f"{where}: the tokenizer gives no token for this prompt")
         if max(row["ids"]) >= num_ids:
@@ -2193,6 +2204,39 @@ def policy_and_step(policy):
 # ---------------------------------------------------------------- STAGE=evaluate
 
 
+@contextmanager
+def keeping_constants():
+    """Restores this file's constants after the block, or after the function that it decorates."""
+    before = {name: value for name, value in globals().items() if name.isupper()}
+    try:
+        yield
+    finally:
+        globals().update(before)
+
+
+def write_evaluation(name, settings, results, records):
+    """Writes settings and results to OUTPUT_DIR/<name>.json and records to <name>.jsonl; if there is already
+    an evaluation of that name with other settings, to <name>_2, <name>_3, ... Returns their path without the
+    ending."""
+    name = re.sub(r"[^\w.-]+", "", name)
+    settings = json.loads(json.dumps(settings))
+    path = Path(OUTPUT_DIR, name)
+    number = 1
+    while Path(f"{path}.json").exists():
+        written = json.loads(Path(f"{path}.json").read_text())
+        if all(written.get(key) == value for key, value in settings.items()):
+            break
+        number += 1
+        path = Path(OUTPUT_DIR, f"{name}_{number}")
+    if rank() == 0:
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        facts = json.dumps({**settings, **results}, indent=1)
+        write_atomically(Path(f"{path}.jsonl"), lambda tmp: tmp.write_text(lines))
+        write_atomically(Path(f"{path}.json"), lambda tmp: tmp.write_text(facts))
+    return path
+
+
+@keeping_constants()
 def evaluate_policy(trainer_class):
     """Scores EVALUATE_POLICY on EVAL_DATASETS without training: one greedy and EVALUATE_SAMPLES sampled
     responses per prompt. Writes OUTPUT_DIR/eval_<policy>_<data>.json, and every response to a .jsonl of that
@@ -2220,18 +2264,16 @@ def evaluate_policy(trainer_class):
         mean, (low, high) = values.mean().item(), bootstrap_interval(values.numpy())
         figures[figure] = {"mean": mean, "low": low, "high": high}
         trainer.run.log(f"{figure:16} {mean:.3f}   95% interval {low:.3f} to {high:.3f}")
-    facts = {"policy": policy, "datasets": EVAL_DATASETS, "prompts": len(records), "figures": figures}
-    facts |= {"samples": EVALUATE_SAMPLES, "temperature": TEMPERATURE, "max_new_tokens": MAX_NEW_TOKENS}
+    settings = {"policy": policy, "datasets": EVAL_DATASETS, "prompts": len(records)}
+    settings |= {"samples": EVALUATE_SAMPLES, "temperature": TEMPERATURE, "max_new_tokens": MAX_NEW_TOKENS}
+    settings["constants"] = {name: constants()[name] for name in [*_CHANGE_SCORES, "DTYPE", "SEED"]}
     names = ["eval", *Path(EVALUATE_POLICY).parts[-2:]]
     for spec in EVAL_DATASETS:
         names += [Path(spec["path"]).stem, *(spec[key] for key in ("name", "split") if spec.get(key))]
-    name = re.sub(r"[^\w.-]+", "", "_".join(names))
-    if rank() == 0:
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        write_atomically(folder / f"{name}.jsonl", lambda tmp: tmp.write_text(lines))
-        write_atomically(folder / f"{name}.json", lambda tmp: tmp.write_text(json.dumps(facts, indent=1)))
+    path = write_evaluation("_".join(names), settings, {"figures": figures}, records)
     counts = f"{len(records)} prompts, {EVALUATE_SAMPLES} samples each"
-    trainer.run.log(f"{policy_and_step(policy)}: {counts}; written to {folder / name}.json and .jsonl")
+    trainer.run.log(f"{policy_and_step(policy)}: {counts}; written to {path}.json and .jsonl")
+    trainer.run.lock.release(force=True)
     return figures
 
 
@@ -2246,17 +2288,14 @@ def trainer_to_evaluate(trainer_class, policy):
 
 def constants_unlike_the_run(folder):
     """Returns a line for each constant that changes scores and has another value than in the run of a
-    folder: what is not given again is this file's default."""
-    names = "EVAL_DATASETS REWARD_FUNCTIONS REWARD_MODEL REWARD_MODEL_WEIGHT ACCURACY_FUNCTION"
-    names += " PROMPT_TEMPLATE SYSTEM_PROMPT MAX_NEW_TOKENS MAX_PROMPT_TOKENS TEMPERATURE MAX_EVAL_PROMPTS"
-    names += " MISSING_EOS_PENALTY OVERLONG_BUFFER OVERLONG_PENALTY DTYPE SEED"
+    folder. A constant that the run was given on its command line must be given again."""
     if not (folder / "training_config.json").exists():
         return []
     before = json.loads((folder / "training_config.json").read_text())["constants"]
     now = constants()
     lines = []
-    for name in names.split():
-        if name in before and name in now and before[name] != now[name]:
+    for name in [*_CHANGE_SCORES, "DTYPE", "SEED"]:
+        if name in before and before[name] != now[name]:
             lines.append(f"{name} was {before[name]!r}, is {now[name]!r}")
     return lines
 
@@ -2274,6 +2313,9 @@ def policy_scores(trainer, greedy, sampled):
         votes = majority_votes(trainer, sampled)
         if votes is not None:
             by_prompt[f"majority@{EVALUATE_SAMPLES}"] = correct.gather(1, votes[:, None]).squeeze(1)
+        else:
+            fault = f"ACCURACY_FUNCTION = {ACCURACY_FUNCTION!r} cannot take a response as the answer"
+            trainer.run.log(f"NOTE: no majority@{EVALUATE_SAMPLES}: {fault}")
     records = []
     for i, row in enumerate(greedy.rows):
         responses = sampled.responses[i * EVALUATE_SAMPLES : (i + 1) * EVALUATE_SAMPLES]
@@ -2479,11 +2521,13 @@ def load_optimizer_state(optimizer, saved):
     Learning rates and the like come from the constants of now, not from the checkpoint."""
     groups = optimizer.state_dict()["param_groups"]
     for group, saved_group in zip(groups, saved["param_groups"]):
-        group["params"] = saved_group["params"]  # numbers of parameters, by which saved["state"] knows them
+        group["params"] = saved_group["params"]  # load_state_dict() then refuses groups of other sizes
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, state in saved["state"].items():
         parameter = parameters[number]
         for key, x in state.items():
+            if key == "exp_avg" and x.shape != parameter.shape:
+                raise ValueError("its optimizer's parameters have another order or other shapes")
             if isinstance(parameter, DTensor) and x.shape == parameter.shape:
                 mesh, placements = parameter.device_mesh, parameter.placements
                 state[key] = distribute_tensor(x.to(parameter.device), mesh, placements, src_data_rank=None)
@@ -2632,7 +2676,7 @@ def call_reward(name, function, prompts, responses, answers, columns=None):
     signature = inspect.signature(function)
     first = [*signature.parameters][:3]  # these are passed by position
     takes_all = any(p.kind == p.VAR_KEYWORD for p in signature.parameters.values())
-    taken = {*first, "self"}
+    taken = {*first, "self"}  # a column named self would be a method's first argument
     named = {k: v for k, v in columns.items() if k not in taken and (takes_all or k in signature.parameters)}
     try:
         signature.bind(prompts, responses, answers, **named)
@@ -2646,7 +2690,7 @@ def call_reward(name, function, prompts, responses, answers, columns=None):
     except Exception as error:
         if isinstance(error, ValueError) and getattr(function, "__module__", None) == rewards.__name__:
             raise UserError(str(error)) from None  # it says what its data must have
-        if not isinstance(error, UserError) and not hasattr(error, "__notes__"):  # the innermost is enough
+        if not isinstance(error, UserError) and not hasattr(error, "__notes__"):  # not noted yet
             error.add_note(f"(raised by the reward function {name})")
         raise
     return check_scores(name, values, len(responses))
@@ -2763,8 +2807,7 @@ def join_processes():
     wait = timedelta(seconds=PROCESS_TIMEOUT)
     store = next(dist.rendezvous("env://", timeout=wait))[0]
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        # The prefix hides keys of an attempt that torchrun restarted. Several machines count restarts on
-        # their own
+        # The prefix hides keys of an attempt that torchrun restarted; on several machines it may differ
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(backend, store=store, timeout=wait, world_size=world_size(), rank=rank())
     fingerprints = all_gather(run_fingerprint())
@@ -3000,7 +3043,7 @@ def read_metrics(path):
 
 
 def varies(records, keys, phases):
-    """Returns whether one of the metrics has two different values in records of the phases, or one alone."""
+    """Returns whether one of the metrics has different values in records of the phases, or only one value."""
     for key in keys:
         values = []
         for record in records:
@@ -3090,6 +3133,11 @@ def as_numbers(metrics):
     return numbers
 
 
+def without_nan(record):
+    """Returns a record with None for each number that is not finite, which JSON does not have."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+
+
 class Run:
     """One run in OUTPUT_DIR: its lock, logs, plots, checkpoints, signals and counters. The trainer's train()
     decides when it evaluates and saves."""
@@ -3112,6 +3160,7 @@ class Run:
         self.log_lines = {}  # {name: lines in it when the checkpoint was saved}
         self.text_log = None  # file of what log() prints
         self.has_changed = False  # whether the run resumes with other constants
+        self.has_other_scores = False  # whether one is in _CHANGE_SCORES, and best/ has the earlier scores
         self.has_failed = False  # True while train() runs, and after it ended with an error
         self.unwritten = []  # what log() printed before that file was open
         self.step = 0  # the current step, from 1; between steps, how many are done
@@ -3134,6 +3183,11 @@ class Run:
             finish_replacing(self.folder / "best")
         choose = partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.log)
         self.checkpoint = broadcast_from_rank0(choose)  # to resume from; later the last that was saved
+        if self.checkpoint:
+            trainer = json.loads((self.checkpoint / "config.json").read_text()).get("trainer", name)
+            if trainer != name:
+                hint = "set another OUTPUT_DIR or, to begin anew, RESUME=no"
+                raise UserError(f"{self.checkpoint} is of the trainer {trainer!r}, not {name!r}: {hint}")
         seed_everything(SEED)
 
     def reset_best(self):
@@ -3183,9 +3237,9 @@ class Run:
         self.has_failed = True  # until the end is reached
         try:
             yield
-            self.has_failed = False
             self.agree_on_stop()
             self.save()
+            self.has_failed = False
             self.log(self.final_message())
             if self.wandb:
                 self.wandb.finish()
@@ -3296,6 +3350,9 @@ class Run:
             self.halvings += 1
         if self.is_best(value):
             self.best_value = value
+            if self.has_other_scores and rank() == 0:
+                archive_old_run(list(self.folder.glob("best")), OUTPUT_DIR, self.log)
+            self.has_other_scores = False
             self.save_best(metrics)
 
     # differs: of equal values the later policy is kept
@@ -3303,12 +3360,10 @@ class Run:
         return value >= self.best_value
 
     def write_metrics(self, phase, metrics):
-        # JSON has no NaN
-        numbers = as_numbers(metrics).items()
-        finite = {key: value if math.isfinite(value) else None for key, value in numbers}
-        self.write("metrics.jsonl", {"phase": phase, "step": self.step, **finite})
+        numbers = without_nan(as_numbers(metrics))
+        self.write("metrics.jsonl", {"phase": phase, "step": self.step, **numbers})
         if self.wandb:
-            self.wandb.log({f"{phase}/{key}": value for key, value in finite.items()}, step=self.step)
+            self.wandb.log({f"{phase}/{key}": value for key, value in numbers.items()}, step=self.step)
 
     def write(self, name, record):
         """Writes one line of JSON to a log."""
@@ -3316,7 +3371,7 @@ class Run:
             return
         if self.logs[name] is None:
             raise RuntimeError(f"{name} is open only inside `with run.session(...)`")
-        self.logs[name].write(json.dumps(record) + "\n")
+        self.logs[name].write(json.dumps(without_nan(record)) + "\n")
 
     def log(self, text):
         """Prints one line, above any progress bar, and writes it to the log file."""
@@ -3382,13 +3437,13 @@ class Run:
         if not path.exists():
             return ""
         step = json.loads(path.read_text())["step"]
-        if step == first < self.step:
+        if step == first and self.step > first:
             return f" (of step {step}: no later one was better in evaluation)"
         return f" (of step {step})"
 
     def save(self):
         """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""
-        # A second call of train() continues from self.checkpoint
+        # By self.checkpoint open_files() sees that a second train() continues in this folder
         folder = self.checkpoint = self.folder / f"step_{self.step}"
         if broadcast_from_rank0(folder.exists):  # session() saves the last step, which may be saved already
             return
@@ -3410,14 +3465,14 @@ class Run:
             fsync(file.name)
             self.log_lines[name] = Path(file.name).read_bytes().count(b"\n")
         saved = {
-            "trainer": self.name,
             "run": {key: getattr(self, key) for key in self.checkpointed_fields},
             "state": vars(self.state),
             "optimizers": optimizers,
             "rng": get_rng_state(),
         }
         torch.save(saved, folder / "training_state.pt")
-        (folder / "config.json").write_text(json.dumps(run_fingerprint(), indent=1))
+        config = {"trainer": self.name, **run_fingerprint()}
+        (folder / "config.json").write_text(json.dumps(config, indent=1))
         manifest = {}
         for path in folder.rglob("*"):
             if path.is_file():
@@ -3445,9 +3500,7 @@ class Run:
         """Restores state, optimizers and generators. The models were loaded from the same folder."""
         try:  # weights_only: nothing in the file is run
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
-            before = json.loads((folder / "config.json").read_text())
-            if saved.get("trainer") != self.name:
-                raise ValueError(f"it was written by the trainer {saved.get('trainer')!r}, not {self.name!r}")
+            before = json.loads((folder / "config.json").read_text().replace(f"{ROOT}/", ""))
             # The saved state may have further fields, which an edited trainer adds while it trains
             if missing := sorted(vars(self.state).keys() - saved["state"].keys()):
                 raise ValueError(f"its state has no {', '.join(missing)}")
@@ -3471,6 +3524,12 @@ class Run:
                     fault = f"was trained from {key} = {before.get(key)!r}, not {value!r}"
                     raise UserError(f"{folder} {fault}: give that one, or begin anew with RESUME=no")
                 self.log(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
+                self.has_other_scores |= key in _CHANGE_SCORES
+        if self.has_other_scores:
+            self.log("Earlier scores do not compare with the new ones: best/ and patience begin anew")
+            # As reset_best() does, but is_stopped and halvings stay
+            self.evaluated_at, self.evals_since_best = -1, 0
+            self.best_value = self.patience_value = -math.inf
 
     def open_files(self):
         """Moves files of an earlier run aside, cuts the logs back to the checkpoint, and opens them."""
@@ -3489,7 +3548,9 @@ class Run:
         else:
             old = [path for pattern in self.old_files for path in self.folder.glob(pattern)]
             self.log_lines = {}
-        if old or not continues_here:
+        metrics = self.folder / "logs/metrics.jsonl"
+        is_cut = metrics.exists() and metrics.read_bytes().count(b"\n") > self.log_lines.get(metrics.name, 0)
+        if old or not continues_here or (is_cut and self.has_changed):
             self.wandb_id = None  # wandb drops steps that a run has already: these get a run of their own
         self.start_wandb()
         archive_old_run(old, OUTPUT_DIR, self.log)
@@ -3620,13 +3681,17 @@ def json_name(value):
 
 
 def run_fingerprint():
-    """Returns what decides a run's results: the constants, this file, and the number of threads and the GPU,
-    on which the last bits depend."""
+    """Returns what decides a run's results: the constants, this file and the one that was started, and the
+    number of threads and the GPU, on which the last bits depend."""
     gpu = None
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    this_file = {Path(__file__).name: file_digest(__file__)["sha256"][:12]}
-    return {**constants(), **this_file, "GPU": gpu, "OMP_NUM_THREADS": torch.get_num_threads()}
+    # A program that imports this file and edits it, as in examples/, decides the results, too
+    started = getattr(sys.modules["__main__"], "__file__", None) or __file__
+    files = {Path(file).name: file_digest(file)["sha256"][:12] for file in (__file__, started)}
+    # Without ROOT: the repository may be moved
+    values = json.loads(json.dumps(constants()).replace(f"{ROOT}/", ""))
+    return {**values, **files, "GPU": gpu, "OMP_NUM_THREADS": torch.get_num_threads()}
 
 
 def apply_overrides(arguments):
@@ -3707,6 +3772,9 @@ def check_constants():
             if any(Path(value).resolve().is_relative_to(folder) for folder in folders):
                 hint = "which a new run moves and this one writes: set another OUTPUT_DIR"
                 raise UserError(f"{key} = {value!r} lies in OUTPUT_DIR, {hint}")
+    for panel in values.get("PLOT_PANELS", []):
+        if not (isinstance(panel, list) and len(panel) == 2 and isinstance(panel[1], list)):
+            raise UserError(f'PLOT_PANELS: {panel} is not a panel, such as ("KL", ["kl"])')
     for keys, allowed in _VALID_RANGES.items():
         for key in keys.split():
             value = globals()[key]

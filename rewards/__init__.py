@@ -13,9 +13,11 @@ numbers of one prompt's candidates and return one reward a candidate.
 """
 
 import functools
+import logging
 import math
 import re
 import string
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -27,12 +29,18 @@ _NUMBER = re.compile(
     r"[-+\u2212]?[ \t]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+|/[1-9][0-9]*)?(?![0-9])"
 )
 _ANY_NUMBER = re.compile(r"(?:(?<![\w)])[-\u2212]\$?)?(?:[0-9][0-9,./]*|\.[0-9]+)")
+# What follows a number and makes it another one: 2x, 5 million, 10 AM. Units such as 5km and 12 apples do not
+_NO_UNIT = re.compile(
+    r"[^\n]*[0-9\\^{}=()+*/√π²³-]|(?!(km|cm|mm|kg|mg|ml|lb|oz|ft|in|hr)\b)[^\W\d_]{1,2}\b"
+    r"|.*\b(hundred|thousand|million|billion|trillion|dozen|half|halves|thirds?|quarters?|[ap]\.?m\b)",
+    re.IGNORECASE | re.DOTALL,
+)
 _MAX_ANSWER_CHARS = 500  # no real final answer is longer; keeps every parser linear in practice
 
 
 def threaded(function, threads: int, rows: int = 1):
-    """The reward function, called by so many threads for `rows` responses at a time: for one that waits, for
-    a judge over HTTP or a sandbox. Values come in the responses' order. It must not draw from the generators
+    """Returns `function` so that `threads` threads call it with `rows` responses each: for one that waits,
+    for a judge over HTTP or a sandbox. Values keep the responses' order. It must not draw from the generators
     of random, numpy or torch, nor change what other calls read."""
 
     @functools.wraps(function)
@@ -56,15 +64,19 @@ def threaded(function, threads: int, rows: int = 1):
 
 
 def _boxed(text):
-    """(position, content) of the last `\\boxed{...}` with balanced braces, or None."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
+    """(position, content, end) of the last `\\boxed{...}` with balanced braces, or None. `\\boxed 5` and
+    `\\fbox{5}`, which MATH has too, are read like it."""
+    boxes = list(re.finditer(r"\\(?:boxed|fbox)(?:\{| +([^\s${}\\]+))", text))
+    if not boxes:
         return None
-    depth = 0
-    for i in range(start + 6, min(len(text), start + 6 + _MAX_ANSWER_CHARS)):
+    start, content_start = boxes[-1].span()
+    if boxes[-1].group(1):
+        return start, boxes[-1].group(1), content_start
+    depth = 1
+    for i in range(content_start, min(len(text), content_start + _MAX_ANSWER_CHARS)):
         depth += {"{": 1, "}": -1}.get(text[i], 0)
         if depth == 0:
-            return start, text[start + 7 : i].strip()
+            return start, text[content_start:i].strip(), i + 1
     return None
 
 
@@ -106,14 +118,20 @@ def answers_equal(answer: str | None, gold: str | None) -> bool:
         return False  # plain words or unlike plain numbers: no mathematics to compare
     from math_verify import parse, verify
 
-    return bool(verify(parse(f"${gold}$"), parse(f"${answer}$")))
+    # Its time limit is a signal, which only the main thread may set; in others it warns of having none
+    limit = 5 if threading.current_thread() is threading.main_thread() else None
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    parsed = [parse(f"${text}$", parsing_timeout=limit) for text in (gold, answer)]
+    return bool(verify(*parsed, timeout_seconds=limit))
 
 
 def _whole_number(text):
     """`text` as a Fraction when it is nothing but a number (a unit or a full stop may follow), or None."""
     number = _number(text)
-    rest = _NUMBER.sub("", text.strip(), count=1) if number is not None else "?"
-    return number if not re.search(r"[0-9\\^{}=()+*/-]", rest) else None
+    if number is None:
+        return None
+    rest = _NUMBER.sub("", text.strip(), count=1)
+    return None if _NO_UNIT.match(rest) else number
 
 
 def exact_answer(prompts, responses, answers):
@@ -138,6 +156,9 @@ def last_number(prompts, responses, answers):
 def answer_in(pattern: str):
     """A reward function for a format of yours, a regular expression whose one group is the answer, such as
     answer_in("Final: (.*)"): 1.0 where its last match's equals the gold answer, else 0.0. Range {0, 1}."""
+    if re.compile(pattern).groups != 1:
+        hint = 'it takes one group, as "Final: (.*)" has; (?:...) groups without counting'
+        raise ValueError(f"answer_in({pattern!r}): {hint}")
 
     def tagged_answer(prompts, responses, answers):
         golds = [gold_answers(a) for a in _need_answers("tagged_answer", answers)]
@@ -151,8 +172,9 @@ tagged_answer = answer_in("(?s)<answer>((?:(?!<answer>).)*?)</answer>")
 
 
 def gold_answers(answer: str | list[str]) -> list[str]:
-    """The bare gold answers that an output column's value states, repeats kept: of a text its final answer,
-    of a text without a mark the text itself, of a mark with nothing after it ""; of a list, each one's."""
+    """The bare gold answers that an output column's value states: of a text with a mark (`####`, `\\boxed`)
+    what the mark holds, "" if nothing; a text without a mark is itself the answer; of a list, each one's,
+    repeats kept."""
     texts = answer if isinstance(answer, list) else [answer]
     return [final_answer(a) or ("" if "####" in a or "\\boxed" in a else a) for a in texts]
 
@@ -212,12 +234,19 @@ def f1(prompts, responses, answers):
 # ---------------------------------------------------------------- overlap, form, length
 
 
+class _Words:
+    """Splits a text into words of letters and digits of any script; rouge-score's own keeps a-z and 0-9."""
+
+    def tokenize(self, text):
+        return re.findall(r"[^\W_]+", text.lower())
+
+
 def rouge_l_score(response: str, answer: str) -> float:
-    """F-measure of the longest common subsequence of words (Lin 2004), by the library rouge-score. Range
-    [0, 1]."""
+    """F-measure of the longest common subsequence of words (Lin 2004), by the library rouge-score. A script
+    without blanks, such as Chinese, has one word between two punctuation marks. Range [0, 1]."""
     from rouge_score.rouge_scorer import RougeScorer
 
-    return float(RougeScorer(["rougeL"]).score(answer, response)["rougeL"].fmeasure)
+    return float(RougeScorer(["rougeL"], tokenizer=_Words()).score(answer, response)["rougeL"].fmeasure)
 
 
 def rouge_l(prompts, responses, answers):
@@ -226,13 +255,16 @@ def rouge_l(prompts, responses, answers):
 
 
 def answer_format(prompts, responses, answers):
-    """1.0 where the response states one final answer and ends with it (`#### n` or `\\boxed{}`), else 0.0.
-    Range {0, 1}."""
-    form = r"(####[ \t]*\S[^\n]*|\\boxed\{[^\n]+\}[.$ \t]*)"
+    """1.0 where the response states one final answer and ends with it (`#### n`, or `\\boxed{}` and what
+    closes its formula or sentence), else 0.0. Range {0, 1}."""
 
     def well_formed(r):
-        states_one = len(re.findall(r"####|\\boxed", r)) == 1
-        return states_one and bool(re.search(form + r"\Z", r.rstrip()))
+        if len(re.findall(r"####|\\boxed", r)) != 1:
+            return False
+        box = _boxed(r)
+        if box:
+            return bool(box[1]) and bool(re.fullmatch(r"(?:[.$*\s]|\\\)|\\\])*", r[box[2] :]))
+        return bool(re.search(r"####[ \t]*\S[^\n]*\Z", r.rstrip()))
 
     return [float(well_formed(response)) for response in responses]
 

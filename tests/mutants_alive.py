@@ -245,7 +245,7 @@ MUTANTS = [
     ),
     (
         LOSS,
-        "batch.response_lengths[rows] > MAX_LENGTH",
+        "batch.response_mask[rows].sum(1) > MAX_LENGTH",
         "batch.response_lengths[: len(rows)] > MAX_LENGTH",
         TEST + "the_examples_own_term_is_of_each_rows_own_length",
     ),

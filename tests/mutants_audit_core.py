@@ -158,12 +158,12 @@ MUTANTS = [
     ),
     (
         PPO,
-        "        if old or not continues_here:\n",
-        "        if not continues_here:\n",
+        "        if old or not continues_here or (",
+        "        if not continues_here or (",
         WANDB + "[given up-False]",
     ),
-    (PPO, "        if old or not continues_here:\n", "        if old:\n", WANDB + "[beside-False]"),
-    (PPO, "        if old or not continues_here:\n", "        if True:\n", WANDB + "[newest-True]"),
+    (PPO, "        if old or not continues_here or (", "        if old or (", WANDB + "[beside-False]"),
+    (PPO, "        if old or not continues_here or (", "        if True or (", WANDB + "[newest-True]"),
     # M3: critic warm-up
     (PPO, "return steps_done < CRITIC_WARMUP_STEPS", "return steps_done <= CRITIC_WARMUP_STEPS", WARMUP),
     (

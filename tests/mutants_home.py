@@ -357,7 +357,7 @@ MUTANTS = [
     ),
     (
         MEMORY,
-        'if Path(trainer).name == "ppo.py":',
+        'if hasattr(c, "CRITIC_MODEL"):',
         "if True:",
         MEMORY_TEST + "only_ppo_has_a_critic_and_only_a_kl_a_reference",
     ),
@@ -467,8 +467,8 @@ MUTANTS = [
     ),
     (
         MEMORY,
-        "        try:\n            constants[key] = ast.literal_eval(text)",
-        "        try:\n            constants[key] = str(ast.literal_eval(text))",
+        "        constants[key] = value\n",
+        "        constants[key] = str(value)\n",
         MEMORY_TEST + "constants_are_the_trainers_unless_a_word_overrides_them[ppo]",
     ),
     (

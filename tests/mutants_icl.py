@@ -458,8 +458,8 @@ MUTANTS = [
     ),
     (
         JOIN,
-        "[each for of_file in lists for each in of_file]",
-        "lists[-1]",
+        "    for record in records:\n        for candidate",
+        "    for record in records[-1:]:\n        for candidate",
         IN_ICL + "files_of_several_numbers_of_shots_are_joined_and_trained_on",
     ),
     (

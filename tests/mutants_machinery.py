@@ -41,7 +41,7 @@ MUTANTS = [
     (PPO, "old_values, returns, VALUE_CLIP_RANGE)", "old_values, returns, CLIP_RANGE)", IN_PPO + UNLIKE),
     # which constant is handed where
     (PPO, "batch.values, mask, GAMMA, LAM)", "batch.values, mask, LAM, GAMMA)", IN_PPO + UNLIKE),
-    (PPO, "policy_losses - ENTROPY_COEF * entropy", "policy_losses - KL_COEF * entropy", IN_PPO + UNLIKE),
+    (PPO, "actor_losses - ENTROPY_COEF * entropy", "actor_losses - KL_COEF * entropy", IN_PPO + UNLIKE),
     (PPO, "(VALUE_LOSS_COEF * value_losses", "(0.5 * value_losses", IN_PPO + UNLIKE),
     (PPO, "total += REWARD_MODEL_WEIGHT * self", "total += 0.1 * self", IN_PPO + UNLIKE),
     (

@@ -213,14 +213,14 @@ MUTANTS = [
     ),
     (
         PPO,
-        "losses = policy_losses - ENTROPY_COEF * entropy",
-        "losses = policy_losses - ENTROPY_COEF * entropy.detach()",
+        "losses = actor_losses - ENTROPY_COEF * entropy",
+        "losses = actor_losses - ENTROPY_COEF * entropy.detach()",
         IN_PPO + "entropy_bonus_has_a_gradient_and_raises_entropy",
     ),
     (
         PPO,
-        "losses = policy_losses - ENTROPY_COEF * entropy",
-        "losses = policy_losses + ENTROPY_COEF * entropy",
+        "losses = actor_losses - ENTROPY_COEF * entropy",
+        "losses = actor_losses + ENTROPY_COEF * entropy",
         IN_PPO + "entropy_bonus_has_a_gradient_and_raises_entropy",
     ),
     (

@@ -626,7 +626,12 @@ MUTANTS = [
     (CODES, "        rest = rest - centres[group]\n", "", LEVELS),
     (CODES, "sorted(some, key=lambda item: -bought[item])", "sorted(some)", LEVELS),
     (CODES, "[place] if len(same) < len(items) else []", "[place]", LEVELS),
-    (CODES, 'in dict(rows["train"]).values():', 'in dict(rows["test"]).values():', WRITTEN),
+    (
+        CODES,
+        "for items in trained_items.values() for item in items)",
+        "for items in () for item in items)",
+        WRITTEN,
+    ),
     (
         CODES,
         "(hidden * mask).sum(1) / mask.sum(1)",

@@ -77,8 +77,8 @@ MUTANTS = [
     ),
     (
         PLOT,
-        "everywhere = all(key in metrics for metrics in others)",
-        "everywhere = True",
+        "all(key in metrics for metrics in others) and any(",
+        "any(",
         IN + "several_runs_are_drawn_where_they_share_a_metric_each_in_its_colour",
     ),
     (
@@ -146,8 +146,8 @@ MUTANTS = [
     ),
     (
         VLLM,
-        "if self.sent != self.run.step:",
-        "if self.sent is None:",
+        "        self.is_stale = True\n        return",
+        "        return",
         IN_VLLM + "the_server_has_each_steps_weights_and_every_prompt_its_request",
     ),
 ]

@@ -95,7 +95,12 @@ MUTANTS = [
         "bool(batch.advantages.any())",
         HOME + "distillation_has_no_reward_to_be_warned_of",
     ),
-    (GRPO, "        if step == first < self.step:\n", "        if step == first:\n", KEPT + "[grpo]"),
+    (
+        GRPO,
+        "        if step == first and self.step > first:\n",
+        "        if step == first:\n",
+        KEPT + "[grpo]",
+    ),
     (GRPO, "{policy}{self.step_of_best()}", "{policy}", KEPT + "[grpo]"),
     (PPO, "def step_of_best(self, first=0):", "def step_of_best(self, first=1):", KEPT + "[ppo]"),
     (

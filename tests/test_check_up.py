@@ -115,7 +115,7 @@ def test_figures_of_a_hand_made_table():
         "eval mode verified": 7 / 9,
     }
     assert figures == pytest.approx(wanted)
-    assert tool.find_verdict(figures, "hard_only").startswith("fix the reward: scoring failed for 11%")
+    assert tool.find_verdict(figures, "hard_only").startswith("fix the reward: scoring failed for 12% of")
     soft = tool.check_up(hand_made(), 11, {**tool.CONSTANTS, "REWARD_MODE": "hard_plus_soft"})
     assert soft["prompts with flat reward"] == 0
     assert soft["oracle's reward above the pick's, mean"] == pytest.approx((0 + (2.0 - 0.6) + 0.3) / 3)
@@ -257,6 +257,38 @@ def test_marks_of_the_sources_fallback_are_left_out_where_the_run_leaves_them_ou
         assert dict(csv.reader(open(tmp_path / "candidates.csv")))["verified"] == verified
 
 
+def test_lists_that_are_skipped_are_no_failures_and_few_scored_ones_count(tmp_path):
+    """Of 20 candidates four were scored, two of them failed; of others the fallback is left out."""
+    group = [candidate(1, eval_failed=i < 2) for i in range(4)] + [candidate(None) for _ in range(16)]
+    figures = tool.check_up([group], 20, tool.CONSTANTS)
+    assert tool.find_verdict(figures, "hard_only").startswith("fix the reward: scoring failed for 50%")
+    group = [candidate(i % 2, eval_mode="fallback" if i < 4 else "verified") for i in range(8)]
+    tool.skip_fallback([group])
+    figures = tool.check_up([group], 8, tool.CONSTANTS)
+    assert figures["verified"] == 4 and figures["eval mode fallback"] == 0.5
+    assert "scoring failed" not in tool.find_verdict(figures, "hard_only")
+
+
+def test_a_csv_of_the_users_is_not_replaced(tmp_path, capsys):
+    icl.write_candidates([("7", {"pointer_candidates": []})], tmp_path / "my.json", {})
+    (tmp_path / "my.csv").write_text("text,label\nmy,data\n")
+    with pytest.raises(SystemExit, match="2"):
+        tool.main(str(tmp_path / "my.json"))
+    assert "my.csv is not of this program" in capsys.readouterr().err
+    assert (tmp_path / "my.csv").read_text() == "text,label\nmy,data\n"
+
+
+def test_a_file_without_verified_candidates_and_other_files_beside_a_run(tmp_path, capsys):
+    icl.write_candidates([("7", {"pointer_candidates": [{"pointer": [3]}]})], tmp_path / "c.json", {})
+    (tmp_path / "candidates_round_1_copy.parquet").write_bytes(b"")
+    with pytest.raises(SystemExit, match="2"):
+        tool.main(str(tmp_path / "c.json"))
+    assert "none of its 1 candidates was verified" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        tool.main(str(tmp_path))
+    assert "there are no candidates at" in capsys.readouterr().err
+
+
 def test_a_file_of_lists_is_read_and_a_reward_can_be_given(tmp_path, capsys):
     lists = [{name: c.get(key) for key, name in icl._FIELDS.items()} for c in drawn(1)[0]]
     of_source = {"pointer": [3], "gen_method": "beam", "temperature": None, "vqa_correct": 1}
@@ -279,6 +311,7 @@ def test_a_file_of_lists_is_read_and_a_reward_can_be_given(tmp_path, capsys):
         (("{}/odd.parquet",), "odd.parquet cannot be read"),
         (("{}/odd.parquet", "REWARD_MODE=best"), "REWARD_MODE = 'best': it takes hard_only, "),
         (("{}/odd.parquet", "SOFT_WEIGHT=much"), "SOFT_WEIGHT = 'much': it takes a number"),
+        (("{}/odd.parquet", "SKIP_FALLBACK=1"), "SKIP_FALLBACK = '1': it takes True or False"),
         (("{}/list.json",), "list.json cannot be read, or lacks .*AttributeError"),
         (
             ("{}/scores.json", "REWARD_MODE=hybrid", "HYBRID_MIX_SCORE=beam_score"),

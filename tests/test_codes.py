@@ -51,7 +51,7 @@ EVENTS = {  # by time, as read_log() gives them
 
 def test_the_split_by_time_asks_for_what_is_later_than_all_that_is_trained_on(codes):
     codes.VALID_SHARE, codes.TEST_SHARE, codes.STRIDE = 0.2, 0.3, 2
-    rows, _ = codes.split_rows(EVENTS)  # of ten the test has those from 7 on, validation 5 and 6
+    rows, *_ = codes.split_rows(EVENTS)  # of ten the test has those from 7 on, validation 5 and 6
     assert rows == {
         "train": [("u", ["a", "b", "c"]), ("v", ["a", "b"])],
         "valid": [("u", list("abcd"))],
@@ -62,7 +62,7 @@ def test_the_split_by_time_asks_for_what_is_later_than_all_that_is_trained_on(co
 def test_the_split_by_users_asks_for_the_last_and_the_one_before(codes):
     codes.SPLIT = "last"
     codes.STRIDE = 2
-    rows, _ = codes.split_rows({**EVENTS, "x": [(1, "a"), (2, "b")]})
+    rows, *_ = codes.split_rows({**EVENTS, "x": [(1, "a"), (2, "b")]})
     assert rows == {
         "train": [("u", ["a", "b"]), ("u", list("abcd")), ("x", ["a", "b"])],
         "valid": [("u", list("abcde")), ("v", ["a", "b"])],
@@ -77,7 +77,7 @@ def test_max_history_is_chosen_from_the_log_and_training_rows_end_that_many_item
     def log_of(lengths):
         return {f"u{n}": [(i, f"i{i % 9}") for i in range(length)] for n, length in enumerate(lengths)}
 
-    rows, longest = codes.split_rows(
+    rows, longest, _ = codes.split_rows(
         log_of([41, 41, 41, 300])
     )  # validation: 39, 39, 39 and 298 items before it
     assert longest == 39
@@ -87,7 +87,7 @@ def test_max_history_is_chosen_from_the_log_and_training_rows_end_that_many_item
     codes.HISTORY_SHARE = 1.0
     assert codes.split_rows(log_of([41, 41, 41, 47]))[1] == 45
     codes.MAX_HISTORY, codes.STRIDE = 20, 7
-    rows, longest = codes.split_rows(log_of([41]))
+    rows, longest, _ = codes.split_rows(log_of([41]))
     assert longest == 20 and [len(items) for _, items in rows["train"]] == [4, 11, 18, 25, 32, 39]
 
 
@@ -191,8 +191,13 @@ def test_what_it_writes_is_trained_on_whole_and_tested_on_what_is_later(codes, t
 
 
 BAD = [
-    ("log.csv", "user,item\nu,i1\n", [], "LOG = 'log.csv': there is no column 'time'; it has ['user', 'item"),
-    ("log.csv", "", [], "LOG = 'log.csv': there is no column 'user'; it has None"),
+    (
+        "log.csv",
+        "user,item\nu,i1\n",
+        [],
+        "LOG = 'log.csv': it needs one column 'time'; it has ['user', 'item",
+    ),
+    ("log.csv", "", [], "LOG = 'log.csv': it needs one column 'user'; it has None"),
     ("log.csv", "user,item,time\n", [], "LOG = 'log.csv': it has no line below its columns"),
     ("log.csv", "user,item,time\nu,x9,1\n", [], "line 2: item 'x9' has no title in titles.csv: add it"),
     ("log.csv", "user,item,time\nu,i1,noon\n", [], "line 2: time 'noon' cannot be read: it takes a number"),
@@ -203,8 +208,15 @@ BAD = [
     ("log.csv", "user,item,time\nu,i1,1\nu,i2,2\n", [], "2 interactions of 1 users give rows 0 for"),
     ("log.csv", "user,item,time\nu,i1,1\nu,i2,2\n", ["SPLIT=last"], "users of three interactions or more"),
     ("log.csv", b"user,item,time\n\xff\xfe,i1,1\n", [], "LOG = 'log.csv': 'utf-8' codec can't decode"),
-    ("titles.csv", "item,name\ni1,x\n", [], "TITLES = 'titles.csv': there is no column 'title'"),
+    ("titles.csv", "item,name\ni1,x\n", [], "TITLES = 'titles.csv': it needs one column 'title'"),
     ("titles.csv", "item,title\ni1,\n", [], "TITLES = 'titles.csv' line 2: title is empty"),
+    ("titles.csv", "item,title\ni1,a, b\n", [], "line 2: it has more than 2 fields, the number of columns"),
+    ("titles.csv", "item,title\ni1\n", [], "line 2: title is empty"),
+    ("titles.csv", "item,title,title\ni1,a,b\n", [], "it needs one column 'title'"),
+    ("titles.csv", "item,title\ni1,a\ni2,b\ni1,c\n", [], "line 4: item 'i1' has two titles: delete one"),
+    ("log.csv", 'user,item,time\nu,i1,1\n"u,i2,2\n', [], "LOG = 'log.csv': unexpected end of data"),
+    ("mine/train.csv", "x", ["LOG=mine/train.csv"], "train.csv' would be overwritten: name another folder"),
+    ("other.csv", "", ["STRIDE=60"], "STRIDE = 60 is above MAX_HISTORY = 10"),
     ("titles.csv", 'item,title\ni1,"x' + 140000 * "y", [], "TITLES = 'titles.csv': field larger than"),
     ("other.csv", "", ["LOG=nowhere.csv"], "LOG = 'nowhere.csv': [Errno 2] No such file"),
     ("other.csv", "", ["MODEL=nowhere/at/all"], "MODEL = 'nowhere/at/all' gives no vectors of titles"),
@@ -224,10 +236,17 @@ BAD = [
 @pytest.mark.parametrize("file, text, words, sentence", BAD, ids=range(len(BAD)))
 def test_bad_input_is_one_sentence(codes, tmp_path, monkeypatch, file, text, words, sentence):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(codes.UserError) as error:
         codes.main(["mine", *words])
     assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_in_place_of_the_folder_is_refused(codes, tmp_path):
+    (tmp_path / "given.csv").write_text("x")
+    with pytest.raises(codes.UserError, match="the folder to write, and .*given.csv is a file"):
+        codes.main(["given.csv"])
 
 
 def test_the_program_ends_with_2_and_a_sentence(tmp_path):

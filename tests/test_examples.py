@@ -2,8 +2,12 @@
 Further tests of them: test_turns.py, test_audit.py, test_vllm.py, test_pretend_gpu.py."""
 
 import json
+import os
 import re
 import runpy
+import shutil
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -32,7 +36,7 @@ def test_an_example_says_what_it_shows_what_to_change_and_how_to_start_it(file):
     assert f"python examples/{file.name}" in docstring
     row = rf"^\| \[{file.stem}\]\({file.name}\) \| .+ \| `.*python examples/{file.name}.*` \|$"
     assert len(re.findall(row, (ROOT / "examples/README.md").read_text(), re.MULTILINE)) == 1
-    assert text.count("\n") <= 85 or file.name == "vllm_server.py"
+    assert text.count("\n") <= 85 or file.name in ("vllm_server.py", "reasoning_gym_tasks.py")
 
 
 # ---------------------------------------------------------------- rewards
@@ -72,6 +76,9 @@ def test_token_rewards_come_where_each_right_line_ends(example, tmp_path):
     (row,) = trainer.compute_rewards(["q"], ["#### 51"], ["51"], [ids])
     ends = [i for i, token in enumerate(ids) if trainer.tokenizer.decode([token]) == "\n"]
     assert len(ends) == 2 and row == [0.1 * (i == ends[0]) + (i == len(ids) - 1) for i in range(len(ids))]
+    ids = trainer.tokenizer("34-23=11\n11+40=51<eos>")["input_ids"]  # the last line has no end of its own
+    (row,) = trainer.compute_rewards(["q"], ["x"], ["51"], [ids])
+    assert sum(row) == pytest.approx(0.2) and row[-1] == pytest.approx(0.1)
     trainer.train()
     (step,) = steps_of(tmp_path / "run")
     assert step["reward"] > 0 and step["grad_norm"] > 0
@@ -162,6 +169,18 @@ def test_a_judge_that_fails_is_asked_thrice_and_then_ends_the_run_with_its_name(
     assert seen[1] == 3 and error.value.__notes__ == ["(raised by the reward function judge)"]
 
 
+def test_the_judge_reads_chats_as_texts_and_no_missing_answer(asked):
+    module = asked("http://127.0.0.1:9")
+    chat = [{"role": "user", "content": "2 + 2?"}]
+    assert module.question(chat, "4", None) == (
+        "Question: user: 2 + 2?\nResponse: 4\nGrade the response from 0 to 10. Write the number alone."
+    )
+    assert "\nReference answer: 4 or four\n" in module.question("2 + 2?", "4", ["4", "four"])
+    module.ASK = "{grade}"
+    with pytest.raises(KeyError):  # a fault of one's own is not asked thrice
+        module.judge(["q"], ["r"], ["a"])
+
+
 def test_a_run_asks_the_judge_about_each_response(asked, tmp_path):
     with judge_server() as (url, seen):
         module = asked(url, **ONE_STEP)
@@ -247,6 +266,37 @@ def test_offloaded_adamw_trains_the_weights_of_plain_adamw(example, grpo, tmp_pa
 # ---------------------------------------------------------------- data, turns, a teacher
 
 
+def test_the_curriculum_counts_the_lines_of_the_first_solution(example):
+    module = example("curriculum")
+    assert module.difficulty({"id": "1", "answer": ["a\nb\nc", "a"]}) == 2
+    for answer in (None, []):
+        with pytest.raises(module.grpo.UserError, match="curriculum.py: a.jsonl:3 has no solution"):
+            module.difficulty({"id": "a.jsonl:3", "answer": answer})
+
+
+def test_a_whole_score_needs_its_reward_model(example):
+    module = example("whole_score", REWARD_MODEL=None)
+    with pytest.raises(module.ppo.UserError, match="whole_score.py needs a REWARD_MODEL"):
+        module.OwnScoreTrainer()
+
+
+def test_the_metrics_example_runs_without_an_evaluation(example):
+    module = example("own_metric", EVAL_DATASETS=[])
+    assert "headroom" not in module.MetricTrainer().evaluate()
+
+
+def test_offloaded_moments_go_to_the_cpu_when_a_run_resumes(example, monkeypatch):
+    module = example("offloaded_adamw")
+    optimizer = module.OffloadedAdamW([torch.nn.Parameter(torch.ones(3))])
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
+    optimizer.step()
+    other = module.OffloadedAdamW([torch.nn.Parameter(torch.ones(3))])
+    moved = []
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: moved.append(x) or x)
+    other.load_state_dict(optimizer.state_dict())
+    assert len(moved) == 3  # step, exp_avg and exp_avg_sq
+
+
 def test_the_curriculum_takes_problems_with_few_steps_first_and_each_once(example, tmp_path):
     module = example("curriculum", **ONE_STEP)
     assert module.grpo.MAX_TRAIN_PROMPTS == 1280
@@ -287,6 +337,22 @@ def test_distillation_follows_the_teacher_and_names_a_missing_one(example, tmp_p
         module.DistillationTrainer()
 
 
+def test_a_teacher_of_another_tokenizer_is_refused(example, tmp_path):
+    shutil.copytree(TINY / "policy", tmp_path / "teacher")
+    file = tmp_path / "teacher/tokenizer.json"
+    text = file.read_text()
+    vocab = json.loads(text)["model"]["vocab"]
+    one, two = [key for key, number in vocab.items() if number in (10, 11)]
+    swapped = {**json.loads(text)}
+    swapped["model"]["vocab"] = {**vocab, one: vocab[two], two: vocab[one]}
+    file.write_text(json.dumps(swapped))
+    module = example("distillation", REFERENCE_MODEL=str(tmp_path / "teacher"))
+    with pytest.raises(
+        module.grpo.UserError, match="teacher: it has another tokenizer; its log-probabilities"
+    ):
+        module.DistillationTrainer()
+
+
 def test_reasoning_gym_makes_rows_and_asks_the_tasks_own_score(example, tmp_path, monkeypatch):
     """With a stand-in for the package: n - 2 n, where a wrong answer that is even is worth a tenth."""
 
@@ -294,13 +360,17 @@ def test_reasoning_gym_makes_rows_and_asks_the_tasks_own_score(example, tmp_path
         def entry(n):
             return {"question": f"{n} - {2 * n} =", "answer": str(-n), "metadata": {"n": n, "seed": seed}}
 
-        return [entry(n) for n in range(size)]
+        first = seed // 10_000
+        made = Made(entry(n) for n in range(first, first + size))
+        made.settings = settings
+        return made
 
-    def score(answer, entry):
-        assert entry["metadata"]["n"] == -int(entry["answer"]) and entry["metadata"]["seed"] in (1, 2)
-        return 1.0 if answer == entry["answer"] else 0.1 if answer and int(answer) % 2 == 0 else 0.0
+    class Made(list):
+        def score_answer(self, answer, entry):
+            assert entry["metadata"]["n"] == -int(entry["answer"]) and self.settings["max_terms"] == 2
+            return 1.0 if answer == entry["answer"] else 0.1 if answer and int(answer) % 2 == 0 else 0.0
 
-    package = types.SimpleNamespace(create_dataset=create_dataset, get_score_answer_fn=lambda task: score)
+    package = types.SimpleNamespace(create_dataset=create_dataset)
     monkeypatch.setitem(sys.modules, "reasoning_gym", package)
     monkeypatch.chdir(tmp_path)
     own = tmp_path / "train.jsonl"
@@ -317,25 +387,31 @@ def test_reasoning_gym_makes_rows_and_asks_the_tasks_own_score(example, tmp_path
     assert sorted(path.name for path in (tmp_path / "run/gym").iterdir()) == ["test.jsonl", "train.jsonl"]
     rows = module.load_rows(module.EVAL_DATASETS, "EVAL_DATASETS")
     turns = [(turn["role"], turn["content"]) for turn in rows[3]["prompt"]]
-    assert len(rows) == 200 and rows[3]["answer"] == "-3"
+    assert len(rows) == 64 and rows[3]["answer"] == "-103"
     assert turns == [
-        ("user", "0 - 0 ="),
-        ("assistant", "0"),
-        ("user", "1 - 2 ="),
-        ("assistant", "-1"),
-        ("user", "2 - 4 ="),
-        ("assistant", "-2"),
-        ("user", "3 - 6 ="),
-        ("assistant", "-3"),
-        ("user", "3 - 6 ="),
+        ("user", "200 - 400 ="),
+        ("assistant", "-200"),
+        ("user", "201 - 402 ="),
+        ("assistant", "-201"),
+        ("user", "202 - 404 ="),
+        ("assistant", "-202"),
+        ("user", "203 - 406 ="),
+        ("assistant", "-203"),
+        ("user", "103 - 206 ="),
     ]
-    assert len(module.load_rows(module.TRAIN_DATASETS, "TRAIN_DATASETS")) == 3000
+    trained = module.load_rows(module.TRAIN_DATASETS, "TRAIN_DATASETS")
+    asked = [{row["prompt"][-1]["content"] for row in of_file} for of_file in (rows, trained)]
+    assert len(trained) == 3000 and not asked[0] & asked[1], "no question of the test is trained on"
     columns = {"entry": [row["columns"]["entry"] for row in rows[:4]]}
-    said = ["0 - 0 = 0", "it is -4.", "I do not know", "3 - 6 = -3"]
+    said = ["100 - 200 = -100", "it is -4.", "I do not know", "103 - 206 = -103"]
     ((function, weight),) = module.REWARD_FUNCTIONS
     scores = module.call_reward("solved", function, ["?"] * 4, said, [None] * 4, columns)
     assert scores.tolist() == pytest.approx([1, 0.1, 0, 1]) and weight == 1
     assert module.resolve_rewards([(module.ACCURACY_FUNCTION, 1.0)], "")[0][0] == "solved"
+    gym.TRAIN_SIZE = 3
+    monkeypatch.setattr(package, "create_dataset", lambda *x, **y: create_dataset(*x, **y)[:5])
+    with pytest.raises(module.UserError, match="TASK = 'chain_sum': it has 0 problems beside the test's"):
+        gym.problems(4, 0, gym.problems(5, 0))
 
 
 # ---------------------------------------------------------------- metrics
@@ -410,11 +486,11 @@ def in_process(monkeypatch):
                     runpy.run_path(file, run_name="__main__")
                     sys.exit()
                 load_script(programs[-1]).train_main()
-            return types.SimpleNamespace(returncode=end.value.code)
+            return types.SimpleNamespace(wait=lambda: end.value.code)
 
         module = load_script(f"examples/{name}.py")
         module.FOLDER = folder
-        module.subprocess = types.SimpleNamespace(run=start)
+        module.subprocess = types.SimpleNamespace(Popen=start)
         few = words_of("rce/rce.py", "MINE_PROMPTS=8", "BEAMS=0", "GROUP_SIZE=4", "MAX_TRAIN_PROMPTS=8")
         module.MINE = [*module.MINE, *few]
         monkeypatch.setattr(sys, "argv", [name, *words])
@@ -447,16 +523,72 @@ def test_grpo_goes_on_from_the_best_policy_of_rce(monkeypatch, tmp_path):
         script = load_script(command[1].removeprefix(f"{ROOT}/"))
         script.apply_overrides(command[2:])
         found.append(script)
-        return types.SimpleNamespace(returncode=0)
+        return types.SimpleNamespace(wait=lambda: 0)
 
     module.FOLDER = tmp_path
-    module.subprocess = types.SimpleNamespace(run=start)
+    module.subprocess = types.SimpleNamespace(Popen=start)
+    module.SHARED = ["SYSTEM_PROMPT=Think."]
     monkeypatch.setattr(sys, "argv", ["grpo_after_rce.py", "MAX_STEPS=7"])
     module.main()
     rce, grpo = found
+    assert rce.SYSTEM_PROMPT == grpo.SYSTEM_PROMPT == "Think."
     assert hasattr(rce, "RCETrainer") and hasattr(grpo, "GRPOTrainer")
     assert f"{rce.OUTPUT_DIR}/best/policy" == grpo.ACTOR_MODEL and rce.OUTPUT_DIR != grpo.OUTPUT_DIR
     assert rce.STAGE == "all" and grpo.MAX_STEPS == 7 and rce.MAX_STEPS is None
+
+
+@pytest.mark.parametrize("name", ["dpo_from_candidates", "grpo_after_rce"])
+def test_what_both_programs_need_and_several_processes_are_refused(name, monkeypatch, capsys):
+    module = load_script(f"examples/{name}.py")
+    for word, size, says in (
+        ("ACTOR_MODEL=mine", "1", "ACTOR_MODEL=mine: both programs must have it: put it into SHARED"),
+        ("TRAIN_DATASETS=[]", "1", "TRAIN_DATASETS=..: both programs must have it"),
+        ("SEED=2", "2", "it starts two programs in a row: start each of them by torchrun instead"),
+    ):
+        monkeypatch.setattr(sys, "argv", [name, word])
+        monkeypatch.setenv("WORLD_SIZE", size)
+        with pytest.raises(SystemExit) as end:
+            module.main()
+        assert end.value.code == 2 and re.search(f"{name}.py: {says}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", ["dpo_from_candidates", "grpo_after_rce"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_program_in_a_row_may_save_when_both_are_stopped(name, number, tmp_path):
+    """The signal goes to the group, as Ctrl-C does, or to the first program alone."""
+    (tmp_path / "child.py").write_text(
+        "import signal, sys, time, pathlib\n"
+        "def save(number, frame):\n"
+        "    time.sleep(1)\n"
+        f"    pathlib.Path({str(tmp_path / 'saved')!r}).touch()\n"
+        "    sys.exit(130)\n"
+        "signal.signal(signal.SIGINT, save); signal.signal(signal.SIGTERM, save)\n"
+        f"pathlib.Path({str(tmp_path / 'ready')!r}).touch()\n"
+        "time.sleep(60)\n"
+    )
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'examples')!r}); import {name} as m\n"
+    code += f"m.run({str(tmp_path / 'child.py')!r})\nprint('went on')"
+    parent = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.05)
+    if number == signal.SIGINT:
+        os.killpg(parent.pid, number)
+    else:
+        parent.send_signal(number)
+    said = parent.communicate(timeout=60)[0]
+    assert parent.returncode == 130 and (tmp_path / "saved").exists() and not said
+
+
+def test_a_variant_brings_the_data_that_its_trainer_names(tmp_path):
+    main = load_script("examples/own_variant.py").main
+    for trainer, folder in (
+        ("rce/rce_icl.py", "banking77"),
+        ("grpo/grpo_rec.py", "rec"),
+        ("ppo/ppo_rag.py", "rag"),
+    ):
+        mine = tmp_path / folder
+        main([trainer, str(mine)])
+        assert (mine / "data" / folder).is_dir(), trainer
 
 
 def test_a_variant_has_all_that_its_trainer_needs(tmp_path, capsys, monkeypatch):

@@ -336,7 +336,7 @@ def test_what_an_evaluation_was_not_told_again_is_said(each, tmp_path):
     module.evaluate_policy(trainer_class)
     lines = [text for text in said if text.startswith("Other than in the run of")]
     changed = [line.rpartition(": ")[2] for line in lines]
-    assert changed == ["MAX_NEW_TOKENS was 8, is 12", "MAX_EVAL_PROMPTS was 4, is 2"]
+    assert changed == ["MAX_EVAL_PROMPTS was 4, is 2", "MAX_NEW_TOKENS was 8, is 12"]
 
 
 def test_a_folder_without_a_model_is_named_by_its_constant(each, tmp_path):
@@ -365,6 +365,57 @@ def test_two_splits_of_a_data_set_are_written_to_two_files(ppo, tmp_path):
         script.evaluate_policy(script.PPOTrainer)
     names = sorted(path.name for path in (tmp_path / "run").glob("eval_*.json"))
     assert names == ["eval_tiny_policy_test_test.json", "eval_tiny_policy_test_train.json"]
+
+
+def test_evaluations_with_other_settings_of_one_name_are_all_kept(each, tmp_path):
+    """Two data files of one name, and two temperatures; the first once more replaces its own file."""
+    (tmp_path / "other").mkdir()
+    shutil.copy(TINY / "test.jsonl", tmp_path / "other/test.jsonl")
+    module, trainer_class = each(
+        EVALUATE_POLICY=str(TINY / "policy"), EVALUATE_SAMPLES=1, MAX_EVAL_PROMPTS=2, MAX_NEW_TOKENS=4
+    )
+    shipped = module.EVAL_DATASETS
+    other = [{**shipped[0], "path": str(tmp_path / "other/test.jsonl")}]
+    for module.EVAL_DATASETS, module.TEMPERATURE in (
+        (shipped, 1.0),
+        (other, 1.0),
+        (other, 0.5),
+        (shipped, 1.0),
+    ):
+        module.evaluate_policy(trainer_class)
+    facts = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "run").glob("eval_*.json")}
+    name = "eval_tiny_policy_test"
+    found = {key: (fact["datasets"], fact["temperature"]) for key, fact in facts.items()}
+    assert found == {name: (shipped, 1.0), f"{name}_2": (other, 1.0), f"{name}_3": (other, 0.5)}
+    assert len(list((tmp_path / "run").glob("eval_*.jsonl"))) == 3
+
+
+def test_after_an_evaluation_from_python_the_constants_are_what_they_were(each, tmp_path):
+    module, trainer_class = each(
+        EVALUATE_POLICY=str(TINY / "policy"), EVALUATE_SAMPLES=1, MAX_EVAL_PROMPTS=2, LORA_RANK=2
+    )
+    before = module.constants()
+    module.evaluate_policy(trainer_class)
+    assert module.constants() == before
+    module.EVALUATE_POLICY = str(tmp_path)
+    with pytest.raises(module.UserError):
+        module.evaluate_policy(trainer_class)
+    assert module.constants() == {**before, "EVALUATE_POLICY": str(tmp_path)}
+
+
+def test_an_evaluation_says_why_it_has_no_majority(each, capsys):
+    module, trainer_class = each(EVALUATE_SAMPLES=2)
+    trainer = trainer_class()
+    batch = reward_batch(["a"] * 2, ["#### 5", "x"], ["#### 5"] * 2)
+    trainer.score_responses = lambda batch: (torch.zeros(2), {})
+    greedy = reward_batch(["a"], ["#### 5"], ["#### 5"])
+    greedy.rows[0]["id"] = "1"
+    for accuracy_function, is_said in ((exact_answer, False), (lambda p, r, a: [0.0] * len(r), True)):
+        trainer.accuracy_function = accuracy_function
+        figures, _ = module.policy_scores(trainer, greedy, batch)
+        note = "NOTE: no majority@2: ACCURACY_FUNCTION = 'exact_answer' cannot take a response as the answer"
+        assert (note in capsys.readouterr().out) == is_said
+        assert ("majority@2" in figures) != is_said
 
 
 def test_the_policy_to_score_is_the_actor_without_an_adapter(each, tmp_path):

@@ -1322,6 +1322,30 @@ def test_files_of_several_numbers_of_shots_are_joined_and_trained_on(icl, tmp_pa
     assert list(meta["shots"].values()) == [1, 2] and meta["READER"] == "votes"
 
 
+@pytest.mark.parametrize(
+    "words", [["a.json", "b.json"], ["new/all.json", "a.json"], ["all.json", "a.json", "old.json"]]
+)
+def test_a_join_replaces_no_file_and_mixes_no_kinds(tmp_path, monkeypatch, capsys, words):
+    """The first word is the file to write; marked lists and those with a score alone are two kinds."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        records = {"1": {"pointer_candidates": [{"pointer": [3], "vqa_correct": 1}]}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(records))
+    (tmp_path / "old.json").write_text(json.dumps({"1": {"id_list": [[4]], "score_list": [0.5]}}))
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    with pytest.raises(SystemExit, match="2"):
+        JOIN.main(*words)
+    said = capsys.readouterr().err
+    assert re.search("is there already|there is no folder|marks in one file and with a score alone", said)
+    assert before == {path.name: path.read_text() for path in tmp_path.iterdir()}
+
+
+def test_a_list_of_two_files_stands_once_in_the_joined_one():
+    records = [{"pointer_candidates": [{"pointer": [3], "vqa_correct": mark}]} for mark in (1, 0)]
+    (one,) = JOIN.join_records("1", records)["pointer_candidates"]
+    assert one["vqa_correct"] == 1
+
+
 def test_a_join_of_different_pools_is_their_union(icl, tmp_path):
     records = [
         {"candidate_pool_ids": pool, "pointer_candidates": [{"pointer": pool[:1]}]}

@@ -171,6 +171,20 @@ def test_the_total_is_what_is_always_there_and_the_larger_phase(said):
     assert min(rollout, update) > 0.1 and out.endswith(" GiB of 8\n")
 
 
+def test_true_and_false_are_read_as_the_trainers_read_them(tool):
+    for text, value in (("true", True), ("false", False), ("True", True)):
+        words = [f"GRADIENT_CHECKPOINTING={text}"]
+        assert tool.override(tool.read_constants(GRPO), words).GRADIENT_CHECKPOINTING is value
+
+
+def test_a_copy_of_ppo_has_its_critic(said, tmp_path):
+    (tmp_path / "mine.py").write_text((ROOT / "ppo/ppo.py").read_text())
+    code, out, err = said(str(tmp_path / "mine.py"), ACTOR, "REWARD_MODEL=None")
+    assert code is None and "critic: weights" in out, err
+    assert "of a CPU; for a GPU give its memory, such as GPU_GIB=80" in out
+    assert "critic" not in said(GRPO, ACTOR)[1]
+
+
 def test_without_a_trainer_it_is_grpo_and_without_words_the_help(said, tool):
     assert said(ACTOR) == said(GRPO, ACTOR)
     for words in ([], ["-h"], [PPO, "--help"]):
@@ -185,6 +199,15 @@ def test_without_a_trainer_it_is_grpo_and_without_words_the_help(said, tool):
         (["ppo/other.py", ACTOR], "there is no trainer ppo/other.py"),
         (["ACTOR_MODEL=/nowhere/model"], "ACTOR_MODEL = '/nowhere/model' cannot be read"),
         ([ACTOR, "REWARD_MODEL=/nowhere"], "REWARD_MODEL = '/nowhere' cannot be read"),
+        ([ACTOR, "DTYPE=bf16"], "DTYPE=bf16: DTYPE takes float32 or bfloat16"),
+        ([ACTOR, "SHARD=fsdp"], "SHARD=fsdp: SHARD takes none or fsdp2"),
+        ([ACTOR, "GRADIENT_CHECKPOINTING=yes"], "GRADIENT_CHECKPOINTING takes True or False"),
+        ([ACTOR, "MAX_NEW_TOKENS=many"], "MAX_NEW_TOKENS=many: MAX_NEW_TOKENS takes a number, such as"),
+        ([ACTOR, "BATCH_SIZE=None"], "BATCH_SIZE takes a number"),
+        ([ACTOR, "GPU_GIB=80GB"], "GPU_GIB=80GB: GPU_GIB takes a number"),
+        ([ACTOR, "PROCESSES=0"], "PROCESSES = 0: it takes 1 or more"),
+        ([str(ROOT / "ppo/sft.py"), ACTOR], "ppo/sft.py has no REWARD_MODEL: the estimate is of ppo/ppo.py"),
+        ([str(ROOT / "ppo/ppo_rag.py"), "SEED=1"], "ppo/ppo_rag.py has no ACTOR_MODEL"),
     ],
 )
 def test_what_cannot_be_counted_is_one_message(said, words, says):

@@ -890,6 +890,13 @@ ODD_WORDS = [
     ("data/stitch.py", ["out", "CHANCE=often"], "CHANCE=often: CHANCE takes a number, such as 0.8"),
     ("data/stitch.py", ["out", "CHANCE=1.5"], "CHANCE is 0 to 1"),
     ("data/stitch.py", ["out", "TEST_FILE=nowhere.csv"], "TEST_FILE = 'nowhere.csv'"),
+    (
+        "data/stitch.py",
+        ["out", "TRAIN_FILE=out/train.csv"],
+        "TRAIN_FILE = 'out/train.csv' would be overwritten",
+    ),
+    ("data/sasrec.py", ["TRAIN_FILE=mine.csv"], "sasrec.npz' is the shipped rows': name a file of your own"),
+    ("data/sasrec.py", ["SASREC_FILE=none/x.npz"], "SASREC_FILE = 'none/x.npz': there is no folder none"),
 ]
 
 

@@ -28,6 +28,10 @@ import rewards
         (r"\boxed{7} then \boxed{8}", "8"),
         (r"\boxed{7} #### 8", "8"),
         (r"#### 8 so \boxed{7}", "7"),
+        (r"so $\boxed 7$", "7"),
+        (r"\fbox{7}", "7"),
+        (r"\boxed{7} or \fbox{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxedx{7}", None),
     ],
 )
 def test_final_answer_reads_what_is_stated_and_nothing_else(text, answer):
@@ -79,6 +83,22 @@ def test_final_answer_reads_what_is_stated_and_nothing_else(text, answer):
         ("3^2", "9", True),
         (r"(x+1)^2", "x^2+2x+1", True),
         (r"\frac{1}{3}", "0.5", False),
+        ("2x", "2", False),
+        ("2x", "2y", False),
+        ("2ab", "2", False),
+        ("2x", "2 x", True),
+        ("5 million", "5", False),
+        ("4 and a half", "4", False),
+        ("10 AM", "10 PM", False),
+        ("10 a.m.", "10", False),
+        ("3√2", "3", False),
+        ("2²", "2", False),
+        ("2π", "2", False),
+        ("5km", "5", True),
+        ("5 m", "5", True),
+        ("12apples", "12", True),
+        ("3 inches", "3", True),
+        ("6 animals", "6", True),
     ],
 )
 def test_answers_equal_is_not_fooled(answer, gold, equal):
@@ -165,12 +185,39 @@ def test_rouge_l_by_hand():
     ) == pytest.approx([1.0, 2 * (1 / 2 * 1 / 3) / (1 / 2 + 1 / 3), 0.0])
 
 
+def test_rouge_l_reads_every_script():
+    assert rewards.rouge_l([""] * 2, ["красный кот", "apfel"], ["красный кот", "äpfel"]) == [1.0, 0.0]
+    assert rewards.rouge_l([""], ["The cat_sat!"], ["the cat sat"]) == [1.0]
+
+
+def test_mathematics_is_compared_in_threads_too():
+    golds = [r"\boxed{\frac{1}{2}}", "#### 5", r"\boxed{(x+1)}"]
+    responses = [r"\boxed{0.5}", "#### 5", r"\boxed{(1+x)}"]
+    function = rewards.threaded(rewards.exact_answer, 2)
+    assert function([""] * 3, responses, golds) == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("pattern", ["Final: .*", "(Final|Answer): (.*)"])
+def test_a_pattern_without_its_one_group_is_refused(pattern):
+    with pytest.raises(ValueError, match="answer_in.*: it takes one group, as"):
+        rewards.answer_in(pattern)
+    rewards.answer_in("(?:Final|Answer): (.*)")
+
+
 @pytest.mark.parametrize(
     "response, score",
     [
         ("1+1=2\n#### 2", 1),
         ("#### 2\n", 1),
         (r"so \boxed{2}.", 1),
+        (r"so \[\boxed{2}\]", 1),
+        (r"so \(\boxed{\frac{1}{2}}\).", 1),
+        (r"**\boxed{2}**", 1),
+        ("so $$\n\\boxed{2}\n$$", 1),
+        (r"\boxed{5} so it is \frac{1}{2}", 0),
+        (r"\boxed{5} and {x}", 0),
+        (r"\boxed{}", 0),
+        (r"\boxed{5", 0),
         ("#### 2\nand more", 0),
         ("#### 1\n#### 2", 0),
         ("####", 0),

@@ -745,6 +745,52 @@ def test_answering_y_and_naming_a_checkpoint_from_python_resume(unbroken, ppo, t
     assert f"Changed since the checkpoint: {change}" in capsys.readouterr().out
 
 
+def test_scores_of_other_rewards_do_not_keep_a_later_best_away(each, tmp_path, capsys):
+    """The rewards are a tenth of what they were. Without another step best/ stays; with one, the policies
+    that follow are compared among themselves, and the best/ before is kept."""
+    parts = {"MAX_EVAL_PROMPTS": 4, "EVAL_EVERY_N_STEPS": 1}
+    module, trainer_class = each(MAX_STEPS=2, **parts)
+    trainer_class().train()
+    best = tmp_path / "run/best/metrics.json"
+    before = best.read_bytes()
+    changed = {"REWARD_FUNCTIONS": [(name, weight / 10) for name, weight in module.REWARD_FUNCTIONS]}
+    if each.path == "rce/rce.py":  # its best/ follows pick_accuracy
+        changed = {"TEMPERATURE": 0.9}
+    constants = {"RESUME": "yes", **changed, **parts}
+    said = "Earlier scores do not compare with the new ones: best/ and patience begin anew"
+    module, trainer_class = each(MAX_STEPS=2, **constants)
+    trainer_class().train()
+    assert best.read_bytes() == before and said in capsys.readouterr().out
+    module, trainer_class = each(MAX_STEPS=3, **constants)
+    trainer = trainer_class()
+    assert (trainer.run.evals_since_best, trainer.run.best_value) == (0, -math.inf)
+    trainer.train()
+    (old,) = (tmp_path / "run").glob("old_*/best/metrics.json")
+    assert old.read_bytes() == before
+    found = json.loads(best.read_text())
+    records = [r for r in read(tmp_path / "run/logs/metrics.jsonl") if r["phase"] == "eval"]
+    assert [r["step"] for r in records][-2:] == [2, 3] and found["step"] in (2, 3)
+    by = trainer.run.best_by[0]
+    assert found[by] == trainer.run.best_value == max(r[by] for r in records[-2:])
+    capsys.readouterr()
+    each(MAX_STEPS=4, **constants)[1]()
+    assert said not in capsys.readouterr().out, "the checkpoint is of the new scores"
+
+
+def test_what_changes_scores_is_a_constant_of_its_file():
+    for path in ALL_TRAINERS:
+        script = load_script(path)
+        assert set(script._CHANGE_SCORES) <= script.constants().keys(), path
+        assert not set(script._CHANGE_SCORES) & set(script._MAY_CHANGE), path
+
+
+@pytest.mark.parametrize("panel", ["kl", ("kl",), ("kl", "kl"), ("kl", ["kl"], 3)])
+def test_a_panel_of_another_shape_is_named(each, panel):
+    module, trainer_class = each(PLOT_PANELS=[("reward", ["reward"]), panel])
+    with pytest.raises(module.UserError, match=r"PLOT_PANELS: .*kl.* is not a panel, such as \("):
+        trainer_class()
+
+
 def test_a_changed_constant_counts_after_a_resume(unbroken, ppo, tmp_path):
     out = copy_run(unbroken, tmp_path)
     trainer = ppo(RESUME="yes", KL_COEF=0.7, WEIGHT_DECAY=0.3, LEARNING_RATE=7e-5, MAX_STEPS=4).PPOTrainer()

@@ -503,10 +503,21 @@ def test_a_checkpoint_of_another_trainer_or_kind_is_refused(ppo, tmp_path):
     one_step(ppo(MAX_STEPS=1))
     step = tmp_path / "run/step_1"
     grpo = load_script("grpo/grpo.py", **small("grpo/grpo.py", OUTPUT_DIR=str(tmp_path / "other")))
-    with pytest.raises(
-        grpo.UserError, match="step_1 cannot be used, choose another: it was written by the trainer 'ppo'"
-    ):
+    says = "step_1 is of the trainer 'ppo', not 'grpo': set another OUTPUT_DIR or, to begin anew, RESUME=no"
+    with pytest.raises(grpo.UserError, match=says):
         grpo.GRPOTrainer(resume_from_checkpoint=str(step))
+
+
+@pytest.mark.parametrize(
+    "path, says",
+    [
+        ("ppo/sft.py", "or, if it was an evaluation, lower EVAL_BATCH_SIZE"),
+        ("rce/dpo.py", "or, if it was an evaluation, lower EVAL_BATCH_SIZE"),
+        ("grpo/grpo_rec.py", "or, if it was an evaluation, lower EVAL_BEAMS"),
+    ],
+)
+def test_out_of_memory_names_what_an_evaluation_needs(path, says):
+    assert load_script(path).user_message(MemoryError("none left")).endswith(says)
 
 
 @pytest.mark.parametrize("path", TRAINERS)

@@ -112,6 +112,14 @@ def test_a_step_and_the_worst_or_best_can_be_asked_for(show, tmp_path):
     assert len(responses(show(run))) == 31
 
 
+def test_samples_without_a_reward_are_not_ordered_by_it(show, tmp_path):
+    run = write(tmp_path / "run", {"step": 1, "query": "one\ntwo", "loss": 0.5})
+    assert show(run) == "step 1  loss 0.500\nquery\n    one\n    two\n\n"
+    main = load_script("tools/show.py").main
+    with pytest.raises(SystemExit, match="2"):
+        main(str(run), "BY=worst")
+
+
 def test_escapes_are_printed_safely_and_colours_at_a_terminal_alone(show, tmp_path, monkeypatch):
     nasty = {**SAMPLES[2], "response": "say \033[2J\x07 5 \u202e", "id": "\033]0;x\x07"}
     run = write(tmp_path, nasty)
@@ -223,13 +231,14 @@ def test_every_metric_of_a_run_is_drawn_as_far_as_it_goes(plot, tmp_path):
     figure, path = plot(run)
     assert path == "metrics.png"
     drawn = panels(figure)
-    assert list(drawn) == ["reward", "accuracy", "entropy (nats per token)"]  # clip_fraction is always 0
+    assert list(drawn) == ["reward", "accuracy", "entropy (nats)", "mined"]  # clip_fraction is always 0
+    assert drawn["mined"][0][1] == [[0, 1.0]]
     faint, rolling, held_out, start = drawn["reward"]
     assert faint[1] == [[step, step] for step in range(1, 25)]
     assert rolling[1] == [[1, 1], *([step, step - 0.5] for step in range(2, 25))]  # mean of 24 // 12
     assert held_out[1] == [[0, 0], [12, -12], [24, -24]]
     assert start[1] == [[0, 0], [1, 0]]  # over the whole width
-    assert len(drawn["accuracy"]) == len(drawn["entropy (nats per token)"]) == 2
+    assert len(drawn["accuracy"]) == len(drawn["entropy (nats)"]) == 2
     assert list(legend(figure)) == ["one", *STYLES, "held out, first evaluation"]
 
 
@@ -237,7 +246,7 @@ def test_several_runs_are_drawn_where_they_share_a_metric_each_in_its_colour(plo
     one, two = a_run(tmp_path / "one", extra=1), a_run(tmp_path / "two", steps=36, seed=5, other=1)
     figure, _ = plot(one, two)
     drawn = panels(figure)
-    assert list(drawn) == ["reward", "accuracy", "entropy (nats per token)"]
+    assert list(drawn) == ["reward", "accuracy", "entropy (nats)"]
     named = legend(figure)
     assert list(named)[:4] == ["one", "two", "training, each step", "training, mean of 3 steps"]
     for name, first in (("one", 1), ("two", 6)):
@@ -272,6 +281,8 @@ def test_metrics_are_chosen_and_a_run_without_one_is_left_out_of_its_panel(plot,
         (["run", "apart"], "these runs share no metric that changes: name some by --metrics"),
         (["run", "--out", "x.word"], "--out x.word: Format 'word' is not supported"),
         (["run", "--out", "none/x.png"], "--out none/x.png: "),
+        (["run", "--out", "noending"], "--out noending: it takes the name of a file with an ending"),
+        (["run", "--out", "begun"], "--out begun: it takes the name of a file with an ending"),
     ],
 )
 def test_what_cannot_be_drawn_is_a_sentence(capsys, tmp_path, monkeypatch, drawing, words, says):
@@ -409,8 +420,35 @@ def test_banking77_is_not_cut_without_its_source(given, tmp_path):
     command = [sys.executable, ROOT / "data/make_banking77.py", f"OUT={tmp_path}/out", *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     says = f"SOURCE = {given!r} must be a folder with train.csv"
-    assert done.returncode == 1 and done.stderr.startswith(says)
+    assert done.returncode == 2 and done.stderr.startswith(f"make_banking77.py: {says}")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["TRAIN_ROWS=3", "TEST_ROWS=1"], "train.csv has 2 rows, not 3: set TRAIN_ROWS and TEST_ROWS"),
+        (["TRAIN_ROWS=x"], "TRAIN_ROWS=x: TRAIN_ROWS takes a whole number"),
+        (
+            ["TRAIN_ROWS=1", "TEST_ROWS=1"],
+            "test.csv has the columns ['text', 'label'], not text and category",
+        ),
+        (["OUT={source}"], "the source would be overwritten"),
+        (["ROWS=1"], "'ROWS=1' is not KEY=VALUE with a constant of this file"),
+    ],
+)
+def test_banking77_is_left_as_it_is_until_its_source_is_good(words, says, tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    for folder in (source, out):
+        folder.mkdir()
+    (source / "train.csv").write_text("text,category\na,b\nc,d\n")
+    (source / "test.csv").write_text("text,label\na,b\n")
+    (out / "train.csv").write_text("mine")
+    words = [word.format(source=source) for word in words]
+    command = [sys.executable, ROOT / "data/make_banking77.py", f"SOURCE={source}", f"OUT={out}", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and says in done.stderr and len(done.stderr.splitlines()) == 1
+    assert (out / "train.csv").read_text() == "mine" and (source / "train.csv").read_text().startswith("text")
 
 
 def test_the_program_that_plants_mutants_knows_an_archives_files(tmp_path):

@@ -504,6 +504,16 @@ def test_official_files_become_rows_that_the_trainer_reads(make_vqa, official, t
 
 
 @pytest.mark.parametrize(
+    "answers", [["a", "b"], [{"answer": "a"}, {"answer": "b"}], {"answer": ["a", "b"], "answer_id": [1, 2]}]
+)
+def test_answers_come_in_three_shapes_and_as_one_text(answers):
+    make_row = load_script_of_data("make_vqa").make_row
+    question = {"question": "q", "question_id": 1}
+    assert make_row(question, {"answers": answers}, "x.png")["answers"] == ["a", "b"]
+    assert make_row(question, {"answers": "yes"}, "x.png")["answers"] == ["yes"]
+
+
+@pytest.mark.parametrize(
     "fault, says",
     [
         ("no annotation", "question 9 has no annotation in"),
@@ -512,6 +522,9 @@ def test_official_files_become_rows_that_the_trainer_reads(make_vqa, official, t
         ("huge image", "question 9: .*345.jpg is no image .*10000000000 pixels"),
         ("no questions", "is no official file of questions"),
         ("half", "give OUT, and either QUESTIONS, ANNOTATIONS and IMAGES, or DATASET"),
+        ("no folder", "IMAGES = '.*images.zip' is no folder: give the folder of the images, unpacked"),
+        ("no ending", "OUT = '.*rows' is the name of a file, such as test.jsonl"),
+        ("no answers", "question 7: its answers are .*None, not a list of texts"),
     ],
 )
 def test_what_is_wrong_with_official_files_is_one_message(make_vqa, official, fault, says):
@@ -527,6 +540,15 @@ def test_what_is_wrong_with_official_files_is_one_message(make_vqa, official, fa
         image.write_bytes(png_header(100_000, 100_000))
     elif fault == "no questions":
         official["QUESTIONS"].write_text("[]")
+    elif fault == "no folder":
+        official["IMAGES"] = official["IMAGES"].with_suffix(".zip")
+    elif fault == "no ending":
+        official["OUT"] = official["OUT"].with_suffix("")
+    elif fault == "no answers":
+        text = official["ANNOTATIONS"].read_text()
+        records = json.loads(text)["annotations"]
+        records[-1]["answers"] = None
+        official["ANNOTATIONS"].write_text(json.dumps({"annotations": records}))
     else:
         del official["IMAGES"]
     code, _, err = make_vqa(**official)

@@ -85,9 +85,12 @@ def steps_of(module):
 def test_the_server_has_each_steps_weights_and_every_prompt_its_request(served):
     module, trainer, asked = served()
     paths = [path for path, _ in asked]
-    # the weights before the first evaluation, after each step; one request a prompt: 2 held out, twice; 2
+    # the weights before the first evaluation, after each update; one request a prompt: 2 held out, twice; 2
     assert paths.count("/collective_rpc") == 3 == paths.count("/reset_prefix_cache")
     assert paths[:2] == ["/collective_rpc", "/reset_prefix_cache"]
+    assert (
+        paths[-6:] == ["/collective_rpc", "/reset_prefix_cache"] + ["/v1/completions"] * 4
+    )  # the last step's
     bodies = [body for path, body in asked if path == "/v1/completions"]
     assert len(bodies) == 4 + 2 + 2 + 4
     assert [body["temperature"] for body in bodies] == [0.0, 0.0] + [1.0] * 6 + [0.0, 0.0] + [1.0] * 2

@@ -13,6 +13,7 @@ were verified and did not fail.
 import csv
 import json
 import math
+import re
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -22,7 +23,7 @@ import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
-CONSTANTS = {  # of the trainers, as far as the reward depends on them; one that a trainer lacks counts so
+CONSTANTS = {  # those on which the reward depends, with the value that counts where a trainer has none
     "REWARD_MODE": "hard_only",
     "HARD_WEIGHT": 1.0,
     "SOFT_WEIGHT": 1.0,
@@ -34,7 +35,7 @@ CONSTANTS = {  # of the trainers, as far as the reward depends on them; one that
     "SKIP_FALLBACK": False,
 }
 NUMBERS = ("HARD_WEIGHT", "SOFT_WEIGHT", "HYBRID_ALPHA", "SIMILARITY_WEIGHT")
-MODES = {  # what hard is multiplied by, and the graded mark that is added; the same as in rewards/
+MODES = {  # (a, mark): r = a * HARD_WEIGHT * hard + SOFT_WEIGHT * mark; the same as in rewards/
     "hard_only": (1, None),
     "soft_only": (0, "soft"),
     "hard_plus_soft": (1, "soft"),
@@ -66,14 +67,18 @@ def find_candidates(path):
     """The file that is meant: `path` itself, or the newest candidates in a run's OUTPUT_DIR."""
     if path.is_file():
         return path
-    rounds = {int(p.stem.split("_")[-1]): p for p in path.glob("candidates_round_*.parquet")}
+    rounds = {}
+    for file in path.glob("candidates_round_*.parquet"):
+        if found := re.fullmatch(r"candidates_round_(\d+)", file.stem):
+            rounds[int(found[1])] = file
     files = [rounds[max(rounds)]] if rounds else [*path.glob("candidates.json")]
-    return files[0] if files else stop(f"there are no candidates at {path}: run STAGE=mine first")
+    hint = "run STAGE=mine first, or give the file that CANDIDATES names"
+    return files[0] if files else stop(f"there are no candidates at {path}: {hint}")
 
 
 def read_groups(path):
     """([candidates of a prompt], how many were proposed) of a file of rce.py or, JSON, of rce_icl.py."""
-    empty = {"source": ["given"], "temperature": [None], "eval_failed": False}
+    empty = {"source": ["given"], "temperature": [None], "eval_failed": False, "hard": None}
     if path.suffix != ".json":
         groups = defaultdict(list)
         for record in pq.read_table(path).to_pylist():
@@ -84,21 +89,24 @@ def read_groups(path):
     for key, record in json.loads(path.read_text()).items():
         if key != "_meta":
             lists = record["pointer_candidates"]
-            lists = [empty | {NAMES.get(key, key): value for key, value in c.items()} for c in lists]
+            lists = [empty | {NAMES.get(name, name): value for name, value in c.items()} for c in lists]
             for c in lists:
-                if not isinstance(c["temperature"], list):  # the source's files have one way of a list
-                    c.update(source=[c.get("gen_method", "given")], temperature=[c["temperature"]])
+                if "gen_method" in c:  # Lever-Plus's files name one source of a list, not several
+                    c["source"] = [c["gen_method"]]
+                if not isinstance(c["temperature"], list):
+                    c["temperature"] = [c["temperature"]]
             groups.append(lists)
             proposed += record.get("proposed") or len(lists)
     return groups, proposed
 
 
 def skip_fallback(groups):
-    """Candidates that the source's fallback metric marked count as failed, as the trainer has it."""
+    """Candidates that the source's fallback metric marked count as not verified: the trainer leaves them
+    out."""
     for group in groups:
         for c in group:
             if c.get("eval_mode") == "fallback":
-                c["eval_failed"] = True
+                c["hard"] = None
 
 
 def shaped_rewards(candidates, constants):
@@ -177,7 +185,7 @@ def check_up(groups, proposed, constants):
         marks += [("relevance", "hard"), ("relevance", "soft")]
     for key, other in marks:
         pairs = [(c[key], c[other]) for c in verified if None not in (c.get(key), c.get(other))]
-        vary = all(len(set(column)) > 1 for column in zip(*pairs)) and pairs
+        vary = bool(pairs) and all(len(set(column)) > 1 for column in zip(*pairs))
         correlation = float(spearmanr(pairs).statistic) if vary else float("nan")
         figures[f"Spearman of {key} with {other}"] = correlation
     figures["accuracy of the policy's pick"] = mean([group[i]["hard"] for group, i in zip(good, picks)])
@@ -190,7 +198,8 @@ def check_up(groups, proposed, constants):
 
 def find_verdict(figures, reward_mode, soft_weight=1.0):
     """What to do next, in a sentence: fix the reward, mine more, or train."""
-    failed = figures.get("eval mode failed", 0)
+    failures = figures.get("eval mode failed", 0) * figures["candidates"]
+    failed = failures / (failures + figures["verified"])
     without = figures["prompts without a positive"]
     flat = figures["prompts with flat reward"]
     oracle = figures["accuracy of the oracle"]
@@ -198,11 +207,11 @@ def find_verdict(figures, reward_mode, soft_weight=1.0):
     graded_by = MODES[reward_mode][1] if soft_weight else None
     correlation = figures.get(f"Spearman of {graded_by} with hard", 1.0)
     if failed > 0.1:
-        return f"fix the reward: scoring failed for {failed:.0%} of the candidates"
+        return f"fix the reward: scoring failed for {failed:.0%} of the candidates that were scored"
     if correlation < 0.1:
         what = f"{graded_by} hardly goes with being right (Spearman {correlation:.2f})"
         return f"fix the reward: {what}; take another REWARD_MODE, or look at what says the end of an answer"
-    if not without <= 0.5:
+    if without > 0.5:
         return f"mine more: {without:.0%} of the prompts have no right candidate; propose more, or references"
     if pick >= 0.98:
         return f"mine harder prompts: the policy's own pick is right for {pick:.0%} of these"
@@ -258,7 +267,10 @@ def read_constants(config, words):
             constants[key] = float(constants[key])
         except ValueError:
             stop(f"{key} = {constants[key]!r}: it takes a number")
-    constants["SKIP_FALLBACK"] = str(constants["SKIP_FALLBACK"]).lower() == "true"
+    skips = str(constants["SKIP_FALLBACK"]).lower()
+    if skips not in ("true", "false"):
+        stop(f"SKIP_FALLBACK = {constants['SKIP_FALLBACK']!r}: it takes True or False")
+    constants["SKIP_FALLBACK"] = skips == "true"
     return constants
 
 
@@ -266,7 +278,11 @@ def main(path="", *words):
     if not path or not all(word.partition("=")[0] in CONSTANTS and "=" in word for word in words):
         stop(f"it takes an OUTPUT_DIR or a file of candidates, then {'=, '.join(CONSTANTS)}=")
     path = find_candidates(Path(path))
-    constants = read_constants(path.parent / "training_config.json", words)
+    table, picture = path.with_suffix(".csv"), path.with_suffix(".png")
+    if table.exists() and not table.read_text(errors="replace").startswith("figure,value"):
+        stop(f"{table} is not of this program, which would replace it: move it, or the candidates, elsewhere")
+    config = path.parent / "training_config.json"
+    constants = read_constants(config, words)
     try:
         groups, proposed = read_groups(path)
         if constants["SKIP_FALLBACK"]:
@@ -275,15 +291,21 @@ def main(path="", *words):
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # pyarrow's are such ones
         what = "cannot be read, or lacks what REWARD_MODE needs"
         stop(f"{path} {what} ({type(error).__name__}: {error})")
+    if not figures["verified"]:
+        stop(f"{path}: none of its {figures['candidates']} candidates was verified")
     verdict = find_verdict(figures, constants["REWARD_MODE"], constants["SOFT_WEIGHT"])
     title = f"Check-up of {path.name}, REWARD_MODE = {constants['REWARD_MODE']}"
     print(title)
+    print(f"Other constants are those of {config}" if config.is_file() else "Other constants are defaults")
     for name, value in figures.items():
         print(f"    {name:<40}{value:>9,}" if isinstance(value, int) else f"    {name:<40}{value:>9.3f}")
     print(f"Verdict: {verdict}")
-    with open(path.with_suffix(".csv"), "w", newline="") as file:
-        csv.writer(file).writerows([("figure", "value"), *figures.items(), ("verdict", verdict)])
-    draw(groups, figures, f"{title}\n{verdict}", path.with_suffix(".png"))
+    try:
+        with open(table, "w", newline="") as file:
+            csv.writer(file).writerows([("figure", "value"), *figures.items(), ("verdict", verdict)])
+        draw(groups, figures, f"{title}\n{verdict}", picture)
+    except OSError as error:
+        stop(f"{error.filename or path.parent} cannot be written ({error.strerror})")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
     python tools/join_candidates.py all.json runs/shots2/candidates.json runs/shots3/candidates.json
     python tools/join_candidates.py all.json "runs/*/candidates.json"
 
-A query's pool becomes the union of its pools. Where the files were mined with different values of a constant,
-_meta of the joined file holds the value of each file; rce_icl.py refuses that for a constant on which marks
-depend. A file of the source's oldest format (id_list and score_list, of InfoScore) is converted: its score
-becomes beam_score, and vqa_correct is 0, since no answer was marked. Train on it with
-REWARD_MODE=hybrid HYBRID_MIX_SCORE=beam_score HYBRID_ALPHA=1.0; accuracies of its oracle say nothing.
+A query's pool becomes the union of its pools. A list that stands in several files stands once in the joined
+one, as the first of the files has it. Where the files were mined with different values of a constant, _meta
+of the joined file holds the value of each file; rce_icl.py refuses the joined file if marks depend on that
+constant, such as READER. A file of the source's oldest format (id_list and score_list, of InfoScore) is
+converted: its score becomes beam_score, and vqa_correct is 0, since no answer was marked. It is joined with
+files of its kind alone. Train on it with REWARD_MODE=hybrid HYBRID_MIX_SCORE=beam_score HYBRID_ALPHA=1.0; its
+oracle_accuracy is always 0 and means nothing.
 """
 
 import glob
@@ -30,7 +32,8 @@ def read_file(path):
         for key, record in records.items():
             if "id_list" in record:
                 records[key] = {"pointer_candidates": convert(key, record)}
-            list(map(dict, records[key]["pointer_candidates"]))
+            for candidate in records[key]["pointer_candidates"]:
+                tuple(candidate["pointer"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         stop(f"{path} is no file of candidates ({type(error).__name__}: {error})")
     return records, mined_with
@@ -58,15 +61,23 @@ def join_records(key, records):
     pools = [record.get("candidate_pool_ids") for record in records]
     if all(pools):
         joined["candidate_pool_ids"] = list(dict.fromkeys(number for pool in pools for number in pool))
-    lists = [record["pointer_candidates"] for record in records]
     joined["proposed"] = sum(r.get("proposed") or len(r["pointer_candidates"]) for r in records)
-    return {**joined, "pointer_candidates": [each for of_file in lists for each in of_file]}
+    candidates = {}  # by pointer
+    for record in records:
+        for candidate in record["pointer_candidates"]:
+            candidates.setdefault(tuple(candidate["pointer"]), candidate)
+    kinds = {candidate.get("vqa_eval_mode") == "score alone" for candidate in candidates.values()}
+    if len(kinds) > 1:
+        stop(f"query {key} has lists with marks in one file and with a score alone in another: join one kind")
+    return {**joined, "pointer_candidates": list(candidates.values())}
 
 
 def join_facts(facts):
     """Returns _meta of the joined file from {path: _meta}: values, or {path: value} where files differ."""
     if len({mined_with.get("program") for mined_with in facts.values()}) > 1:
-        without = [path for path, mined_with in facts.items() if not mined_with]
+        without = [path for path, mined_with in facts.items() if "program" not in mined_with]
+        if not without:
+            stop("the files were mined by different programs: join those of one program")
         stop(f"{without[0]} does not say what it was mined with, but others do: join those of one program")
     joined = {}
     for key in dict.fromkeys(key for mined_with in facts.values() for key in mined_with):
@@ -80,8 +91,10 @@ def main(out="", *patterns):
     if not patterns:
         stop('it takes the file to write, then files or patterns such as "runs/*/candidates.json"')
     paths = dict.fromkeys(path for pattern in patterns for path in sorted(glob.glob(pattern)) or [pattern])
-    if out in paths:
-        stop(f"{out} would be read and written: give the joined file another name")
+    if Path(out).exists():
+        stop(f"{out} is there already: give first the name of a new file, then the files to join")
+    if not Path(out).absolute().parent.is_dir():
+        stop(f"{out} cannot be written: there is no folder {Path(out).parent}")
     by_query, facts = {}, {}
     for path in paths:
         records, facts[path] = read_file(path)
@@ -94,7 +107,7 @@ def main(out="", *patterns):
     tmp = Path(f"{out}.tmp")
     tmp.write_text(json.dumps(joined) + "\n")
     os.replace(tmp, out)
-    lists = sum(len(r["pointer_candidates"]) for records in by_query.values() for r in records)
+    lists = sum(len(record["pointer_candidates"]) for key, record in joined.items() if key != "_meta")
     print(f"{out}: {len(by_query)} queries and {lists} lists of {len(paths)} files")
 
 

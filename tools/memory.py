@@ -4,11 +4,12 @@
     python tools/memory.py ppo/ppo.py ACTOR_MODEL=meta-llama/Llama-3.1-8B LORA_RANK=16 DTYPE=bfloat16
     python tools/memory.py ACTOR_MODEL=Qwen/Qwen2.5-7B-Instruct SHARD=fsdp2 PROCESSES=4 GPU_GIB=80
 
-The first word may be the trainer (grpo/grpo.py if it is left out; ppo/ppo.py, rce/rce.py); the others
-override its constants, as on its own command line. PROCESSES: of torchrun. GPU_GIB: the memory of one GPU,
-which decides how many responses are read at a time; 0: a CPU. A hub name needs the network.
+The first word names the trainer: grpo/grpo.py (the default), ppo/ppo.py, rce/rce.py, or a copy of one. The
+others override its constants, as on its own command line. PROCESSES: of torchrun. GPU_GIB: the memory of one
+GPU, as nvidia-smi shows it; it decides how many responses are read at a time. 0: a CPU. A hub name needs the
+network.
 
-Weights, gradients and optimizer state are counted exactly (with LoRA but for the critic's head). Caches and
+Weights, gradients and optimizer state are counted exactly, but without the critic's head of LoRA. Caches and
 activations are estimated for a decoder with attention and a gated feed-forward layer, such as Llama or Qwen
 (docs/your-model.md compares it with what processes took).
 """
@@ -21,9 +22,9 @@ from types import SimpleNamespace
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 FLOAT = 4  # bytes
-PYTHON = (
-    0.45 * GIB
-)  # an interpreter with torch and transformers, before any model; a GPU's context takes as much
+# An interpreter with torch and transformers, before any model; a GPU's context takes as much
+PYTHON = 0.45 * GIB
+WORDS = {"DTYPE": ("float32", "bfloat16"), "SHARD": ("none", "fsdp2")}
 
 
 def stop(message):
@@ -33,7 +34,7 @@ def stop(message):
 
 def read_constants(trainer):
     """Returns the constants of a trainer's file: those whose values can be read without running it."""
-    constants = {"PROCESSES": 1, "GPU_GIB": 0, "CRITIC_MODEL": None, "KL_COEF": 0.0, "REFERENCE_MODEL": None}
+    constants = {"PROCESSES": 1, "GPU_GIB": 0, "KL_COEF": 0.0, "REFERENCE_MODEL": None}
     for node in ast.parse(Path(trainer).read_text()).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if isinstance(target, ast.Name) and target.id.isupper() and node.value:
@@ -50,10 +51,21 @@ def override(constants, words):
         key, equals, text = word.partition("=")
         if not equals or key not in constants:
             stop(f"{word!r} is not KEY=VALUE with a constant of the trainer, PROCESSES or GPU_GIB")
+        default = constants[key]
         try:
-            constants[key] = ast.literal_eval(text)
+            value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
         except (ValueError, SyntaxError):
-            constants[key] = text
+            value = text
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if isinstance(default, bool) and not isinstance(value, bool):
+            stop(f"{word}: {key} takes True or False")
+        if isinstance(default, (int, float)) and not isinstance(default, bool) and not is_number:
+            stop(f"{word}: {key} takes a number, such as {default}")
+        if key in WORDS and value not in WORDS[key]:
+            stop(f"{word}: {key} takes {' or '.join(WORDS[key])}")
+        constants[key] = value
+    if constants["PROCESSES"] < 1:
+        stop(f"PROCESSES = {constants['PROCESSES']}: it takes 1 or more")
     return SimpleNamespace(**constants)
 
 
@@ -144,7 +156,7 @@ def estimate(trainer, c):
     config = actor.config.get_text_config()
     rows = {}
     rows["actor: weights"], rows["actor: gradients, optimizer state"] = trained_bytes(actor, c)
-    if Path(trainer).name == "ppo.py":
+    if hasattr(c, "CRITIC_MODEL"):
         path = c.CRITIC_MODEL or c.ACTOR_MODEL
         critic = empty_model(path, "CRITIC_MODEL", AutoModelForTokenClassification, num_labels=1)
         rows["critic: weights"], rows["critic: gradients, optimizer state"] = trained_bytes(critic, c)
@@ -173,13 +185,19 @@ def main():
         trainer = words.pop(0)
         if not Path(trainer).is_file():
             stop(f"there is no trainer {trainer}")
-    c = override(read_constants(trainer), words)
+    constants = read_constants(trainer)
+    for name in ("ACTOR_MODEL", "REWARD_MODEL", "GROUP_SIZE", "SHARD", "MICRO_BATCH_ROWS"):
+        if name not in constants:
+            stop(
+                f"{trainer} has no {name}: the estimate is of ppo/ppo.py, grpo/grpo.py, rce/rce.py and copies"
+            )
+    c = override(constants, words)
     rows = estimate(trainer, c)
     for name, size in rows.items():
         print(f"{name:40} {size / GIB:8.2f} GiB")
     *always, rollout, update = rows.values()
     total = sum(always) + max(rollout, update)
-    note = f" of {c.GPU_GIB}" if c.GPU_GIB else ""
+    note = f" of {c.GPU_GIB}" if c.GPU_GIB else " of a CPU; for a GPU give its memory, such as GPU_GIB=80"
     print(f"{'at the most, per process':40} {total / GIB:8.2f} GiB{note}")
 
 

@@ -5,8 +5,10 @@
     python tools/plot.py checkpoints/seed_* --metrics reward,accuracy_sampled --out seeds.png
 
 Without --metrics it leaves out a metric that never changes. A faint line is each training step, the line on
-top its rolling mean; points are evaluations, and a dashed line marks the first one. The ending of --out
-chooses the kind of file: png, pdf, svg.
+top its rolling mean; points are evaluations, and a dashed line marks the first one. What rce.py and
+rce_icl.py log of a round of mining is drawn as points, too. In rce.py training steps show the mined
+candidates, and evaluations the policy's own responses. The ending of --out chooses the kind of file: png,
+pdf, svg.
 """
 
 import argparse
@@ -27,7 +29,8 @@ def stop(sentence):
 
 
 def read_metrics(run):
-    """{metric: {"train": [(step, value), ...], "eval": [...]}} of a run's OUTPUT_DIR."""
+    """{metric: {"train": [(step, value), ...], "eval": [...]}} of a run's OUTPUT_DIR. What is logged of
+    mining is among "eval"."""
     path = Path(run) / "logs/metrics.jsonl"
     if not path.is_file():
         stop(f"there is no {path}: it takes the OUTPUT_DIR of runs that have begun to train")
@@ -37,10 +40,10 @@ def read_metrics(run):
         with suppress(ValueError):  # a line half-written
             record = json.loads(line)
         for key, value in record.items():
-            known = record.get("phase") in ("train", "eval") and key not in ("phase", "step")
-            if known and isinstance(value, (int, float)) and math.isfinite(value):
+            is_metric = key not in ("phase", "step") and isinstance(value, (int, float))
+            if is_metric and math.isfinite(value):
                 phases = metrics.setdefault(key, {"train": [], "eval": []})
-                phases[record["phase"]].append((record["step"], value))
+                phases["train" if record["phase"] == "train" else "eval"].append((record["step"], value))
     if not metrics:
         stop(f"{path} holds no metric yet")
     return metrics
@@ -48,7 +51,7 @@ def read_metrics(run):
 
 def with_unit(key):
     """A metric's name with its unit."""
-    units = {"response_length": "tokens", **dict.fromkeys(("entropy", "kl", "approx_kl"), "nats per token")}
+    units = {"response_length": "tokens", **dict.fromkeys(("entropy", "kl", "approx_kl"), "nats")}
     unit = "s" if key.startswith("seconds/") else units.get(key)
     return f"{key} ({unit})" if unit else key
 
@@ -80,6 +83,8 @@ def draw(runs, keys, path):
                 steps, values = zip(*phases["train"])
                 parts = [values[max(0, i - window) : i] for i in range(1, len(values) + 1)]
                 axis.plot(steps, values, color=colour, alpha=0.25, zorder=1)
+                if len(steps) == 1:  # a line of one point is not seen
+                    axis.plot(steps, values, "s", color=colour, markersize=4)
                 axis.plot(steps, [sum(part) / len(part) for part in parts], color=colour)
             if phases["eval"]:
                 axis.plot(*zip(*phases["eval"]), "o-", color=colour, markersize=4, linewidth=0.8)
@@ -108,16 +113,19 @@ def main():
     first, *others = runs.values()
     shared = []
     for key in first:
-        everywhere = all(key in metrics for metrics in others)
-        if everywhere and any(changes(metrics[key]) for metrics in runs.values()):
+        if all(key in metrics for metrics in others) and any(
+            changes(metrics[key]) for metrics in runs.values()
+        ):
             shared.append(key)
-    keys = words.metrics.split(",") if words.metrics else shared
+    keys = [key.strip() for key in words.metrics.split(",")] if words.metrics else shared
     there = {key for metrics in runs.values() for key in metrics}
     for key in keys:
         if key not in there:
             stop(f"--metrics {key}: no run has it; they have {', '.join(sorted(there))}")
     if not keys:
         stop("these runs share no metric that changes: name some by --metrics")
+    if Path(words.out).is_dir() or not Path(words.out).suffix:
+        stop(f"--out {words.out}: it takes the name of a file with an ending, such as metrics.png")
     try:
         draw(runs, keys, words.out)
     except (ValueError, OSError) as error:  # an ending unknown to matplotlib, a folder that is not there

@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 # Fields of a sample that are shown below its numbers, each under its name
-TEXTS = ("prompt", "question", "response", "answer", "text", "trained", "chosen", "rejected")
+TEXTS = ("prompt", "question", "query", "response", "answer", "text", "trained", "chosen", "rejected")
 
 
 def stop(sentence):
@@ -69,6 +69,8 @@ def main(folder="", *options):
     if "STEP" in asked:
         samples = [sample for sample in samples if sample["step"] == int(step)]
     if "BY" in asked:
+        if samples and not any("reward" in sample for sample in samples):
+            stop(f"the samples of {path} have no reward: leave BY out")
         samples = [sample for sample in samples if sample.get("reward") is not None]
         samples = sorted(samples, key=lambda sample: sample["reward"], reverse=by == "best")[:10]
     if not samples:
