@@ -403,6 +403,16 @@ def test_after_an_evaluation_from_python_the_constants_are_what_they_were(each, 
     assert module.constants() == {**before, "EVALUATE_POLICY": str(tmp_path)}
 
 
+def test_an_evaluation_from_python_leaves_the_folder_to_other_programs(each, tmp_path):
+    module, trainer_class = each(
+        EVALUATE_POLICY=str(TINY / "policy"), EVALUATE_SAMPLES=1, MAX_EVAL_PROMPTS=2, MAX_NEW_TOKENS=4
+    )
+    module.evaluate_policy(trainer_class)
+    other = module.filelock.FileLock(tmp_path / "run/.lock")  # as another process would take it
+    other.acquire(blocking=False)
+    other.release()
+
+
 def test_an_evaluation_says_why_it_has_no_majority(each, capsys):
     module, trainer_class = each(EVALUATE_SAMPLES=2)
     trainer = trainer_class()

@@ -1511,6 +1511,21 @@ def test_lists_mined_under_another_reader_or_pool_are_not_trained_on(icl, mined,
         script.ICLTrainer().train()
 
 
+def test_a_reward_that_leaves_other_queries_to_train_on_ends_a_resumed_run(icl, tmp_path):
+    """state.order is over the queries whose lists differ in reward."""
+    script = icl(RCE_EPOCHS=1)
+    trainer = script.ICLTrainer()
+    trainer.train()
+    assert trainer.state.queries == len(trainer.train_rows)
+    trainer.run.lock.release(force=True)
+    again = icl(RCE_EPOCHS=2, RESUME="yes").ICLTrainer()
+    again.state.queries += 1
+    with pytest.raises(
+        Exception, match="queries to train on, and left .* before the run was stopped: set RE"
+    ):
+        again.prepare()
+
+
 @pytest.mark.parametrize("what", ["reader", "embedder"])
 def test_lists_marked_by_another_reader_class_or_vectors_are_not_trained_on(icl, mined, tmp_path, what):
     (tmp_path / "run").mkdir()

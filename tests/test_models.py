@@ -251,6 +251,17 @@ def test_a_model_that_no_way_reads_right_is_refused_by_name(trainer_of, monkeypa
         try_models(script, trainer)
 
 
+def test_memory_that_is_too_small_for_the_check_is_not_the_models_fault(trainer_of, monkeypatch):
+    def exhausted(*arguments, **options):
+        raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+
+    trainer = trainer_of("grpo")
+    monkeypatch.setattr(trainer.actor.model, "forward", exhausted)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        try_models(trainer_of.script, trainer)
+    assert "MICRO_BATCH_ROWS=1" in trainer_of.script.user_message(error.value)
+
+
 def test_a_model_that_raises_is_refused_with_what_it_raised(trainer_of, monkeypatch):
     def divide(*arguments, **options):
         return 1 / 0

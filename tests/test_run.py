@@ -777,6 +777,75 @@ def test_scores_of_other_rewards_do_not_keep_a_later_best_away(each, tmp_path, c
     assert said not in capsys.readouterr().out, "the checkpoint is of the new scores"
 
 
+def test_a_repository_that_was_moved_has_changed_nothing(each, tmp_path):
+    module, trainer_class = each(MAX_STEPS=1)
+    trainer_class().train()
+    path = tmp_path / "run/step_1/config.json"
+    assert str(ROOT) not in path.read_text()
+    path.write_text(json.dumps({**json.loads(path.read_text()), "ACTOR_MODEL": f"{ROOT}/data/tiny/policy"}))
+    module, trainer_class = each(MAX_STEPS=1, RESUME=str(path.parent))
+    manifest = path.parent / "manifest.json"  # as an older checkpoint would have it
+    entries = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**entries, "config.json": module.file_digest(path)}))
+    assert not trainer_class().run.has_changed
+
+
+def test_the_program_that_was_started_decides_too(each, tmp_path, monkeypatch):
+    module, trainer_class = each(MAX_STEPS=1)
+    program = tmp_path / "mine.py"
+    program.write_text("COEF = 1")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(program), raising=False)
+    trainer_class().train()
+    for text, changed in (("COEF = 1", False), ("COEF = 2", True)):
+        program.write_text(text)
+        module, trainer_class = each(MAX_STEPS=1, RESUME="yes")
+        trainer = trainer_class()
+        trainer.run.lock.release(force=True)
+        assert trainer.run.has_changed == changed
+
+
+def test_train_after_a_failed_last_save_is_refused(each, monkeypatch):
+    module, trainer_class = each(MAX_STEPS=1)
+    trainer = trainer_class()
+
+    def full(path, write):
+        raise OSError(28, "no space left")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError):
+        patched.setattr(
+            module, "write_atomically", lambda path, write: path.name == "best" or full(path, write)
+        )
+        patched.setattr(module, "open_log", lambda path, lines: open(path, "a"))
+        trainer.train()
+    with pytest.raises(RuntimeError, match="make a new trainer, which resumes"):
+        trainer.train()
+
+
+def test_no_log_has_a_number_that_json_lacks(each, tmp_path):
+    module, trainer_class = each()
+    run = trainer_class().run
+    with run.session("begun"):
+        run.write("samples.jsonl", {"advantage": math.nan, "reward": -math.inf, "id": "a"})
+    (record,) = read(tmp_path / "run/logs/samples.jsonl")
+    assert record == {"advantage": None, "reward": None, "id": "a"}
+
+
+def test_moments_of_another_order_of_parameters_are_refused(each):
+    module, _ = each()
+    shapes = ((3, 2), (2, 5))
+    optimizers = []
+    for order in (shapes, shapes[::-1]):
+        parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in order]
+        optimizers.append(torch.optim.AdamW(parameters))
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizers[-1].step()
+    saved = optimizers[0].state_dict()
+    module.load_optimizer_state(torch.optim.AdamW([torch.nn.Parameter(torch.ones(s)) for s in shapes]), saved)
+    with pytest.raises(ValueError, match="its optimizer's parameters have another order or other shapes"):
+        module.load_optimizer_state(optimizers[1], saved)
+
+
 def test_what_changes_scores_is_a_constant_of_its_file():
     for path in ALL_TRAINERS:
         script = load_script(path)
@@ -1852,7 +1921,9 @@ def test_a_field_of_the_state_that_could_not_be_resumed_is_named(ppo, tmp_path, 
         assert again == value if isinstance(value, float) else again["a"] == value["a"]
 
 
-@pytest.mark.parametrize("where, same_run", [("beside", False), ("given up", False), ("newest", True)])
+@pytest.mark.parametrize(
+    "where, same_run", [("beside", False), ("given up", False), ("cut", False), ("newest", True)]
+)
 def test_a_run_that_goes_on_elsewhere_has_its_own_wandb_run(ppo, tmp_path, monkeypatch, where, same_run):
     begun = []
 
@@ -1863,14 +1934,17 @@ def test_a_run_that_goes_on_elsewhere_has_its_own_wandb_run(ppo, tmp_path, monke
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     constants = {"USE_WANDB": True, "SAVE_EVERY_N_STEPS": 1, "EVAL_DATASETS": []}
     ppo(MAX_STEPS=2, **constants).PPOTrainer().train()
-    resume = {"beside": "step_2", "given up": "step_1", "newest": "step_2"}[where]
+    resume = "step_1" if where == "given up" else "step_2"
+    if where == "cut":  # it went on after its last checkpoint, and its constants are others now
+        with open(tmp_path / "run/logs/metrics.jsonl", "a") as file:
+            file.write('{"phase": "train", "step": 3}\n')
     constants |= {"RESUME": str(tmp_path / "run" / resume), "MAX_STEPS": 3}
     if where == "beside":
         constants["OUTPUT_DIR"] = str(tmp_path / "other")
     trainer = ppo(**constants).PPOTrainer()
     trainer.train()
     assert trainer.run.step == 3 and begun == [None, "run 1" if same_run else None]
-    if where != "newest":
+    if where in ("beside", "given up"):
         trainer = ppo(**{**constants, "RESUME": "yes", "MAX_STEPS": 4}).PPOTrainer()
         trainer.train()
         assert trainer.run.step == 4 and begun[2:] == ["run 2"]  # and keeps it
