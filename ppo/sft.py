@@ -2227,7 +2227,7 @@ class Run:
         for key, value in run_fingerprint().items():
             if before.get(key) != value and key not in _MAY_CHANGE:
                 self.has_changed = True
-                is_model = key in ("ACTOR_MODEL", "BASE_MODEL")
+                is_model = key in ("ACTOR_MODEL", "BASE_MODEL")  # the second is reward_model.py's
                 if is_model and Path(str(value)).name != Path(str(before.get(key))).name:
                     fault = f"was trained from {key} = {before.get(key)!r}, not {value!r}"
                     raise UserError(f"{folder} {fault}: give that one, or begin anew with RESUME=no")
@@ -2248,20 +2248,21 @@ class Run:
         continues_here = self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve()
         if continues_here:
             # Later checkpoints are broken or were given up: the next time a run resumes it must not find them
-            old = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
+            to_archive = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
             best = self.folder / "best/metrics.json"
+            # A run whose constants are as before makes a later best/ again
             is_later = best.exists() and json.loads(best.read_text())["step"] > self.step
-            if is_later and (old or self.has_changed):
-                old.append(best.parent)
+            if is_later and (to_archive or self.has_changed):
+                to_archive.append(best.parent)
         else:
-            old = [path for pattern in self.old_files for path in self.folder.glob(pattern)]
+            to_archive = [path for pattern in self.old_files for path in self.folder.glob(pattern)]
             self.log_lines = {}
         metrics = self.folder / "logs/metrics.jsonl"
         is_cut = metrics.exists() and metrics.read_bytes().count(b"\n") > self.log_lines.get(metrics.name, 0)
-        if old or not continues_here or (is_cut and self.has_changed):
+        if to_archive or not continues_here or (is_cut and self.has_changed):
             self.wandb_id = None  # wandb drops steps that a run has already: these get a run of their own
         self.start_wandb()
-        archive_old_run(old, OUTPUT_DIR, self.log)
+        archive_old_run(to_archive, OUTPUT_DIR, self.log)
         if not (self.folder / "best").exists():
             self.best_value = -math.inf  # any value is better than none
         logs = self.folder / "logs"

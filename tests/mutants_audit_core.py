@@ -158,12 +158,22 @@ MUTANTS = [
     ),
     (
         PPO,
-        "        if old or not continues_here or (",
+        "        if to_archive or not continues_here or (",
         "        if not continues_here or (",
         WANDB + "[given up-False]",
     ),
-    (PPO, "        if old or not continues_here or (", "        if old or (", WANDB + "[beside-False]"),
-    (PPO, "        if old or not continues_here or (", "        if True or (", WANDB + "[newest-True]"),
+    (
+        PPO,
+        "        if to_archive or not continues_here or (",
+        "        if to_archive or (",
+        WANDB + "[beside-False]",
+    ),
+    (
+        PPO,
+        "        if to_archive or not continues_here or (",
+        "        if True or (",
+        WANDB + "[newest-True]",
+    ),
     # M3: critic warm-up
     (PPO, "return steps_done < CRITIC_WARMUP_STEPS", "return steps_done <= CRITIC_WARMUP_STEPS", WARMUP),
     (

@@ -121,7 +121,7 @@ MUTANTS = [
         'repr({**rng_state, "torch": 0})',
         "tests/test_processes.py::test_processes_that_would_make_different_runs_end_with_a_sentence[torch]",
     ),
-    (PPO, "if is_later and (old or self.has_changed):", "if False:", BACK),
+    (PPO, "if is_later and (to_archive or self.has_changed):", "if False:", BACK),
     (
         PPO,
         "        self.signal = None\n        self.clock = None\n        if rank",

@@ -223,13 +223,13 @@ MUTANTS = [
     ),
     (
         PPO,
-        "if is_later and (old or self.has_changed):",
-        "if is_later and old:",
+        "if is_later and (to_archive or self.has_changed):",
+        "if is_later and to_archive:",
         HOME + "a_best_policy_of_a_future_with_other_constants_is_moved_aside[ppo]",
     ),
     (
         PPO,
-        "if is_later and (old or self.has_changed):",
+        "if is_later and (to_archive or self.has_changed):",
         "if is_later:",
         HOME + "a_best_policy_of_a_future_with_other_constants_is_moved_aside[ppo]",
     ),
