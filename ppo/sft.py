@@ -904,7 +904,10 @@ def log_left_out(trainer, constant, left_out, kept):
             f"{constant}: left out {len(row_ids)} of {total} rows, {reason} (the first: {row_ids[0]})"
         )
     if not kept and constant == "TRAIN_DATASETS":
-        raise UserError(f"{constant} leaves no row to train on: raise MAX_TOKENS or give it data")
+        reasons = "; ".join(left_out) or "it is empty"
+        raise UserError(
+            f"{constant} leaves no row to train on ({reasons}): raise MAX_TOKENS, or give other data"
+        )
 
 
 def check_lengths(trainer, rows, constant):
