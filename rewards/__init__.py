@@ -29,12 +29,14 @@ _NUMBER = re.compile(
     r"[-+\u2212]?[ \t]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+|/[1-9][0-9]*)?(?![0-9])"
 )
 _ANY_NUMBER = re.compile(r"(?:(?<![\w)])[-\u2212]\$?)?(?:[0-9][0-9,./]*|\.[0-9]+)")
-# What follows a number and makes it another one: 2x, 5 million, 10 AM. Units such as 5km and 12 apples do not
+# What makes another number of the one before it, or mathematics: 2x, 4 and a half. Units do not, as in 5km
 _NO_UNIT = re.compile(
-    r"[^\n]*[0-9\\^{}=()+*/√π²³-]|(?!(km|cm|mm|kg|mg|ml|lb|oz|ft|in|hr)\b)[^\W\d_]{1,2}\b"
-    r"|.*\b(hundred|thousand|million|billion|trillion|dozen|half|halves|thirds?|quarters?|[ap]\.?m\b)",
+    r".*[0-9\\^{}=()+*/√π²³-]|.*\band an?\b"
+    r"|(?!(km|cm|mm|kg|mg|ml|lb|oz|ft|in|hr|am|pm|st|nd|rd|th)\b)[^\W\d_]{1,2}\b",
     re.IGNORECASE | re.DOTALL,
 )
+# Units that answers must share if both have one: 5 million, 10 AM
+_KINDS = re.compile(r"\b(hundred|thousand|million|billion|trillion|dozen|[ap](?=\.?m\b))", re.IGNORECASE)
 _MAX_ANSWER_CHARS = 500  # no real final answer is longer; keeps every parser linear in practice
 
 
@@ -111,7 +113,8 @@ def answers_equal(answer: str | None, gold: str | None) -> bool:
     a = _whole_number(answer)
     b = _whole_number(gold)
     if a is not None and b is not None:
-        return a == b
+        kinds = [_KINDS.findall(text.lower()) for text in (answer, gold)]
+        return a == b and ([] in kinds or kinds[0] == kinds[1])
     if re.sub(r"\s", "", answer) == re.sub(r"\s", "", gold):
         return True
     if max(len(answer), len(gold)) > _MAX_ANSWER_CHARS or not re.search(r"[\\^{}=()]", answer + gold):

@@ -1208,7 +1208,9 @@ MUTANTS = [
     (REWARDS, r"√π²³-]", r"-]", IN_REWARDS + "answers_equal_is_not_fooled"),
     (REWARDS, r"[^\W\d_]{1,2}\b", r"[^\W\d_]{9}\b", IN_REWARDS + "answers_equal_is_not_fooled"),
     (REWARDS, "(?!(km|cm|", "(?!(cm|", IN_REWARDS + "answers_equal_is_not_fooled"),
-    (REWARDS, r"|[ap]\.?m\b)", ")", IN_REWARDS + "answers_equal_is_not_fooled"),
+    (REWARDS, r"|[ap](?=\.?m\b))", ")", IN_REWARDS + "answers_equal_is_not_fooled"),
+    (REWARDS, "[] in kinds or ", "", IN_REWARDS + "answers_equal_is_not_fooled"),
+    (REWARDS, r"|.*\band an?\b", "", IN_REWARDS + "answers_equal_is_not_fooled"),
     (
         REWARDS,
         "(?:boxed|fbox)",
