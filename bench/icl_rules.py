@@ -155,7 +155,7 @@ def load(constants):
 
 def show(name, seed, folder):
     """Prints the table of one seed."""
-    path = next(folder.glob("eval_best_*.jsonl"))
+    path = max(folder.glob("eval_best_*.jsonl"), key=lambda path: path.stat().st_mtime)
     records = list(map(json.loads, path.read_text().splitlines()))
     script, _ = load({})
     print(f"\n{name}, seed {seed}, {len(records)} questions; rule on validation and policy: see above")

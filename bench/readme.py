@@ -132,7 +132,7 @@ def answers(policy, out):
     command = [sys.executable, ROOT / "grpo/grpo.py", "STAGE=evaluate", f"EVALUATE_POLICY={policy}"]
     command += [f"OUTPUT_DIR={out}", "EVALUATE_SAMPLES=4", "MAX_EVAL_PROMPTS=40"]
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    (file,) = out.glob("eval_*.jsonl")
+    file = max(out.glob("eval_*.jsonl"), key=lambda path: path.stat().st_mtime)
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 

@@ -81,7 +81,8 @@ def dataset_rows(name, split, out):
     try:
         rows = load_dataset(kind, data_files=name, split="train") if kind else load_dataset(name, split=split)
     except Exception as error:  # datasets raises many types
-        fail(f"DATASET = {name!r}, SPLIT = {split!r} cannot be loaded ({str(error).splitlines()[0]})")
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        fail(f"DATASET = {name!r}, SPLIT = {split!r} cannot be loaded ({reason})")
     if missing := {"question", "answers", "image"} - set(rows.column_names):
         fail(f"{name} has no column {sorted(missing)[0]!r}, only {rows.column_names}")
     for number, row in enumerate(rows):

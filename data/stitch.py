@@ -62,7 +62,7 @@ def main(rec, folder, words):
     for word in mine:
         key, _, text = word.partition("=")
         try:
-            settings[key] = float(text)
+            settings[key] = type(settings[key])(text)
         except ValueError:
             raise rec.UserError(f"{word}: {key} takes a number, such as {settings[key]}") from None
     chance, siblings, passes, seed = settings.values()

@@ -267,6 +267,7 @@ _CHANGE_SCORES = """
     VALID_FILE VALID_FRACTION MAX_EVAL_ROWS MAX_HISTORY PROMPT_TEMPLATE EVAL_BEAMS GROUP_SIZE
     VALUE_WEIGHT RULE_WEIGHT RANKING_WEIGHT SEMANTIC_WEIGHT COLLABORATIVE_WEIGHT REWARD_FUNCTIONS
     VALUES_FILE VALUE_DECAY VECTORS_FILE SASREC_FILE
+    INDEX_FILE ITEM_FILE DTYPE
 """.split()
 
 # ================================================================ the maths of GRPO over items
@@ -366,6 +367,8 @@ class RecTrainer:
         # Folders that may have this run's best/: before training only the checkpoint's
         self.best_folders = [self.run.checkpoint.parent] if self.run.checkpoint else []
         self.run.register(self.state, self.models, self.optimizers, self.tokenizer)
+        if self.run.has_other_scores:
+            self.state.sft_best, self.state.sft_waited = -1.0, 0
         if STAGE == "sft" and self.state.stage == "rl":
             raise UserError(f"{self.run.checkpoint} is in its second stage: STAGE=rl or all goes on with it")
         rows = self.sft_rows if self.state.stage == "sft" else self.rl_rows
@@ -1764,9 +1767,10 @@ def write_evaluation(name, settings, results, records):
     path = Path(OUTPUT_DIR, name)
     number = 1
     while Path(f"{path}.json").exists():
-        written = json.loads(Path(f"{path}.json").read_text())
-        if all(written.get(key) == value for key, value in settings.items()):
-            break
+        with suppress(ValueError, AttributeError):  # a file that is not of an evaluation
+            written = json.loads(Path(f"{path}.json").read_text())
+            if all(written.get(key) == value for key, value in settings.items()):
+                break
         number += 1
         path = Path(OUTPUT_DIR, f"{name}_{number}")
     if rank() == 0:
@@ -2527,6 +2531,13 @@ def without_nan(record):
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
+def model_name(path):
+    """Returns what a model's folder keeps when it is moved: its name or, of a run's policy, those of the run,
+    too."""
+    parts = Path(str(path)).parts
+    return parts[-3:] if parts[-1] in ("policy", "reward_model") else parts[-1:]
+
+
 class Run:
     """One run in OUTPUT_DIR: its lock, logs, plots, checkpoints, signals and counters. The trainer's train()
     decides when it evaluates and saves."""
@@ -2897,6 +2908,8 @@ class Run:
                 raise ValueError(
                     f"it has {prompts} training prompts, now there are {self.state.prompts}: {hint}"
                 )
+            if saved.get("trainer", self.name) != self.name:  # of a checkpoint before config.json had it
+                raise ValueError(f"it is of the trainer {saved['trainer']!r}")
             vars(self).update(saved["run"])
             vars(self.state).update(saved["state"])
             for name, optimizer in self.optimizers.items():
@@ -2908,7 +2921,7 @@ class Run:
             if before.get(key) != value and key not in _MAY_CHANGE:
                 self.has_changed = True
                 is_model = key in ("ACTOR_MODEL", "BASE_MODEL")  # the second is reward_model.py's
-                if is_model and Path(str(value)).name != Path(str(before.get(key))).name:
+                if is_model and model_name(value) != model_name(before.get(key)):
                     fault = f"was trained from {key} = {before.get(key)!r}, not {value!r}"
                     raise UserError(f"{folder} {fault}: give that one, or begin anew with RESUME=no")
                 self.log(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
@@ -2939,7 +2952,7 @@ class Run:
             self.log_lines = {}
         metrics = self.folder / "logs/metrics.jsonl"
         is_cut = metrics.exists() and metrics.read_bytes().count(b"\n") > self.log_lines.get(metrics.name, 0)
-        if to_archive or not continues_here or (is_cut and self.has_changed):
+        if to_archive or not continues_here or (is_cut and self.has_changed) or self.has_other_scores:
             self.wandb_id = None  # wandb drops steps that a run has already: these get a run of their own
         self.start_wandb()
         archive_old_run(to_archive, OUTPUT_DIR, self.log)

@@ -1376,7 +1376,7 @@ def load_optimizer_state(optimizer, saved):
     for number, state in saved["state"].items():
         parameter = parameters[number]
         for key, x in state.items():
-            if key == "exp_avg" and x.shape != parameter.shape:
+            if key == "exp_avg" and type(optimizer) is torch.optim.AdamW and x.shape != parameter.shape:
                 raise ValueError("its optimizer's parameters have another order or other shapes")
             if isinstance(parameter, DTensor) and x.shape == parameter.shape:
                 mesh, placements = parameter.device_mesh, parameter.placements
@@ -1854,6 +1854,13 @@ def without_nan(record):
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
+def model_name(path):
+    """Returns what a model's folder keeps when it is moved: its name or, of a run's policy, those of the run,
+    too."""
+    parts = Path(str(path)).parts
+    return parts[-3:] if parts[-1] in ("policy", "reward_model") else parts[-1:]
+
+
 class Run:
     """One run in OUTPUT_DIR: its lock, logs, plots, checkpoints, signals and counters. The trainer's train()
     decides when it evaluates and saves."""
@@ -2220,6 +2227,8 @@ class Run:
                 raise ValueError(
                     f"it has {prompts} training prompts, now there are {self.state.prompts}: {hint}"
                 )
+            if saved.get("trainer", self.name) != self.name:  # of a checkpoint before config.json had it
+                raise ValueError(f"it is of the trainer {saved['trainer']!r}")
             vars(self).update(saved["run"])
             vars(self.state).update(saved["state"])
             for name, optimizer in self.optimizers.items():
@@ -2231,7 +2240,7 @@ class Run:
             if before.get(key) != value and key not in _MAY_CHANGE:
                 self.has_changed = True
                 is_model = key in ("ACTOR_MODEL", "BASE_MODEL")  # the second is reward_model.py's
-                if is_model and Path(str(value)).name != Path(str(before.get(key))).name:
+                if is_model and model_name(value) != model_name(before.get(key)):
                     fault = f"was trained from {key} = {before.get(key)!r}, not {value!r}"
                     raise UserError(f"{folder} {fault}: give that one, or begin anew with RESUME=no")
                 self.log(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
@@ -2262,7 +2271,7 @@ class Run:
             self.log_lines = {}
         metrics = self.folder / "logs/metrics.jsonl"
         is_cut = metrics.exists() and metrics.read_bytes().count(b"\n") > self.log_lines.get(metrics.name, 0)
-        if to_archive or not continues_here or (is_cut and self.has_changed):
+        if to_archive or not continues_here or (is_cut and self.has_changed) or self.has_other_scores:
             self.wandb_id = None  # wandb drops steps that a run has already: these get a run of their own
         self.start_wandb()
         archive_old_run(to_archive, OUTPUT_DIR, self.log)

@@ -29,14 +29,16 @@ _NUMBER = re.compile(
     r"[-+\u2212]?[ \t]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+|/[1-9][0-9]*)?(?![0-9])"
 )
 _ANY_NUMBER = re.compile(r"(?:(?<![\w)])[-\u2212]\$?)?(?:[0-9][0-9,./]*|\.[0-9]+)")
-# What makes another number of the one before it, or mathematics: 2x, 4 and a half. Units do not, as in 5km
+# What makes another number of the one before it, or mathematics: 2x, 4 and a half. Units do not: 5km, 12 m²
 _NO_UNIT = re.compile(
-    r".*[0-9\\^{}=()+*/√π²³-]|.*\band an?\b"
-    r"|(?!(km|cm|mm|kg|mg|ml|lb|oz|ft|in|hr|am|pm|st|nd|rd|th)\b)[^\W\d_]{1,2}\b",
+    r".*[0-9\\^{}=()+*/√π-]|.*(?<!m)(?<!ft)(?<!in)(?<!yd)(?<!mi)[²³]|.*\band an? (half|third|quarter|\w+th)\b"
+    r"|(?!(km|cm|mm|m|mi|ft|in|yd|kg|g|mg|lb|oz|ml|l|h|hr|s|hp|am|pm|st|nd|rd|th)\b)[^\W\d_]{1,2}\b",
     re.IGNORECASE | re.DOTALL,
 )
 # Units that answers must share if both have one: 5 million, 10 AM
-_KINDS = re.compile(r"\b(hundred|thousand|million|billion|trillion|dozen|[ap](?=\.?m\b))", re.IGNORECASE)
+_KINDS = re.compile(r"(?<![^\W\d_])(hundred|thousand|million|billion|trillion|dozen|[ap](?=\.?m\b))")
+# Powers and factorials that no computer writes out
+_HUGE = re.compile(r"\^\s*[{(]*\d+\s*\^|\^\s*[{(]*\d{6}|(\d{5}|[)}])\s*!")
 _MAX_ANSWER_CHARS = 500  # no real final answer is longer; keeps every parser linear in practice
 
 
@@ -68,7 +70,7 @@ def threaded(function, threads: int, rows: int = 1):
 def _boxed(text):
     """(position, content, end) of the last `\\boxed{...}` with balanced braces, or None. `\\boxed 5` and
     `\\fbox{5}`, which MATH has too, are read like it."""
-    boxes = list(re.finditer(r"\\(?:boxed|fbox)(?:\{| +([^\s${}\\]+))", text))
+    boxes = list(re.finditer(r"\\(?:boxed|fbox)(?:\{| +([-+]?[0-9](?:[^\s${}\\]*[0-9])?))", text))
     if not boxes:
         return None
     start, content_start = boxes[-1].span()
@@ -119,6 +121,8 @@ def answers_equal(answer: str | None, gold: str | None) -> bool:
         return True
     if max(len(answer), len(gold)) > _MAX_ANSWER_CHARS or not re.search(r"[\\^{}=()]", answer + gold):
         return False  # plain words or unlike plain numbers: no mathematics to compare
+    if _HUGE.search(answer) or _HUGE.search(gold):
+        return False
     from math_verify import parse, verify
 
     # Its time limit is a signal, which only the main thread may set; in others it warns of having none
@@ -262,11 +266,12 @@ def answer_format(prompts, responses, answers):
     closes its formula or sentence), else 0.0. Range {0, 1}."""
 
     def well_formed(r):
-        if len(re.findall(r"####|\\boxed", r)) != 1:
+        if len(re.findall(r"####|\\boxed|\\fbox", r)) != 1:
             return False
         box = _boxed(r)
         if box:
-            return bool(box[1]) and bool(re.fullmatch(r"(?:[.$*\s]|\\\)|\\\])*", r[box[2] :]))
+            closers = r"(?:[.$*\s}]|\\\)|\\\]|\\end\{\w+\*?\})*"
+            return bool(box[1]) and bool(re.fullmatch(closers, r[box[2] :]))
         return bool(re.search(r"####[ \t]*\S[^\n]*\Z", r.rstrip()))
 
     return [float(well_formed(response)) for response in responses]

@@ -1204,13 +1204,13 @@ MUTANTS = [
     ),
     (REWARDS, "|/[1-9][0-9]*)?", "|/[0-9][0-9]*)?", IN_REWARDS + "answers_equal_is_not_fooled"),
     (REWARDS, r"[0-9\\^{}=()+*/√", r"[\\^{}=()+*/√", IN_REWARDS + "answers_equal_is_not_fooled"),
-    (REWARDS, r"{}=()+*/√π²³-]", r"{}=()√π²³]", IN_REWARDS + "answers_equal_is_not_fooled"),
-    (REWARDS, r"√π²³-]", r"-]", IN_REWARDS + "answers_equal_is_not_fooled"),
+    (REWARDS, r"{}=()+*/√π-]", r"{}=()√π]", IN_REWARDS + "answers_equal_is_not_fooled"),
+    (REWARDS, r"√π-]", r"-]", IN_REWARDS + "answers_equal_is_not_fooled"),
     (REWARDS, r"[^\W\d_]{1,2}\b", r"[^\W\d_]{9}\b", IN_REWARDS + "answers_equal_is_not_fooled"),
     (REWARDS, "(?!(km|cm|", "(?!(cm|", IN_REWARDS + "answers_equal_is_not_fooled"),
     (REWARDS, r"|[ap](?=\.?m\b))", ")", IN_REWARDS + "answers_equal_is_not_fooled"),
     (REWARDS, "[] in kinds or ", "", IN_REWARDS + "answers_equal_is_not_fooled"),
-    (REWARDS, r"|.*\band an?\b", "", IN_REWARDS + "answers_equal_is_not_fooled"),
+    (REWARDS, r"|.*\band an? (half|third|quarter|\w+th)\b", "", IN_REWARDS + "answers_equal_is_not_fooled"),
     (
         REWARDS,
         "(?:boxed|fbox)",
@@ -1279,8 +1279,8 @@ MUTANTS = [
     (REWARDS, r'\S[^\n]*\Z"', r'\S[^\n]*"', IN_REWARDS + "answer_format"),
     (
         REWARDS,
-        r'if len(re.findall(r"####|\\boxed", r)) != 1',
-        r'if len(re.findall(r"####|\\boxed", r)) < 1',
+        r'if len(re.findall(r"####|\\boxed|\\fbox", r)) != 1',
+        r'if len(re.findall(r"####|\\boxed|\\fbox", r)) < 1',
         IN_REWARDS + "answer_format",
     ),
     (

@@ -20,7 +20,7 @@ IN_MEMORY = "tests/test_memory.py::test_"
 SCORES = IN_RUN + "scores_of_other_rewards_do_not_keep_a_later_best_away"
 KEPT = HOME + "evaluations_with_other_settings_of_one_name_are_all_kept"
 CONSTANTS = HOME + "after_an_evaluation_from_python_the_constants_are_what_they_were"
-STOPPED = IN_EXAMPLES + "a_program_in_a_row_may_save_when_both_are_stopped[SIG"
+STOPPED = IN_EXAMPLES + "a_program_in_a_row_may_save_when_both_are_stopped"
 JOIN = "tools/join_candidates.py"
 MUTANTS = [
     # best/ and scores that do not compare
@@ -89,7 +89,7 @@ MUTANTS = [
     ),
     (
         RCE,
-        'if key == "exp_avg" and x.shape != parameter.shape:',
+        'if key == "exp_avg" and type(optimizer) is torch.optim.AdamW and x.shape != parameter.shape:',
         "if False:",
         IN_RUN + "moments_of_another_order_of_parameters_are_refused[rce]",
     ),
@@ -116,6 +116,18 @@ MUTANTS = [
         "            if trainer != name:",
         "            if False:",
         "tests/test_safety.py::test_a_checkpoint_of_another_trainer_or_kind_is_refused",
+    ),
+    (
+        PPO,
+        'return parts[-3:] if parts[-1] in ("policy", "reward_model") else parts[-1:]',
+        "return parts[-1:]",
+        HOME + "a_run_does_not_go_on_from_another_model[ppo]",
+    ),
+    (
+        GRPO,
+        'return parts[-3:] if parts[-1] in ("policy", "reward_model") else parts[-1:]',
+        "return parts",
+        HOME + "a_run_does_not_go_on_from_another_model[grpo]",
     ),
     (
         ICL,
@@ -153,7 +165,7 @@ MUTANTS = [
         E + "dpo_from_candidates.py",
         'os.environ.get("WORLD_SIZE", "1")) > 1',
         'os.environ.get("WORLD_SIZE", "1")) > 9',
-        IN_EXAMPLES + "what_both_programs_need",
+        IN_EXAMPLES + "what_both_programs_need_and_several_processes_are_refused",
     ),
     (
         E + "distillation.py",
@@ -181,8 +193,8 @@ MUTANTS = [
     ),
     (
         E + "reasoning_gym_tasks.py",
-        'if entry["question"] not in known]',
-        "]",
+        'if entry["question"] not in known)',
+        "if True)",
         IN_EXAMPLES + "reasoning_gym_makes_rows_and_asks_the_tasks_own_score",
     ),
     (
@@ -198,7 +210,12 @@ MUTANTS = [
         "    if out in paths:",
         IN_ICL + "a_join_replaces_no_file_and_mixes_no_kinds",
     ),
-    (JOIN, "    if len(kinds) > 1:", "    if False:", IN_ICL + "a_join_replaces_no_file_and_mixes_no_kinds"),
+    (
+        JOIN,
+        "for candidate in lists}) > 1:",
+        "for candidate in lists}) > 9:",
+        IN_ICL + "a_join_replaces_no_file_and_mixes_no_kinds",
+    ),
     (
         JOIN,
         'candidates.setdefault(tuple(candidate["pointer"]), candidate)',
@@ -215,19 +232,19 @@ MUTANTS = [
         "tools/check_up.py",
         'failures / (failures + figures["verified"])',
         'failures / figures["candidates"]',
-        CHECK_UP + "lists_that_are_skipped",
+        CHECK_UP + "lists_that_are_skipped_are_no_failures_and_few_scored_ones_count",
     ),
     (
         "tools/check_up.py",
         '                c["hard"] = None',
         '                c["eval_failed"] = True',
-        CHECK_UP + "lists_that_are_skipped",
+        CHECK_UP + "lists_that_are_skipped_are_no_failures_and_few_scored_ones_count",
     ),
     (
         "tools/check_up.py",
         '    if not figures["verified"]:',
         "    if False:",
-        CHECK_UP + "a_file_without_verified_candidates",
+        CHECK_UP + "a_file_without_verified_candidates_and_other_files_beside_a_run",
     ),
     (
         "tools/memory.py",

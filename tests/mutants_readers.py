@@ -174,13 +174,13 @@ MUTANTS = [
     # ppo.py and what the trainers share
     (
         PPO,
-        "if is_model and Path(str(value)).name != Path(str(before.get(key))).name:",
+        "if is_model and model_name(value) != model_name(before.get(key)):",
         "if False:",
         MODEL + "[ppo]",
     ),
     (
         PPO,
-        "if is_model and Path(str(value)).name != Path(str(before.get(key))).name:",
+        "if is_model and model_name(value) != model_name(before.get(key)):",
         "if is_model:",
         MODEL + "[ppo]",
     ),

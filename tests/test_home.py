@@ -554,15 +554,15 @@ def test_a_fault_of_the_data_to_score_names_its_constant(started, path, tmp_path
 def test_a_run_does_not_go_on_from_another_model(each, tmp_path):
     module, trainer_class = each(MAX_STEPS=1, MAX_EVAL_PROMPTS=2)
     trainer_class().train()
-    for name in ("another", "moved/policy"):
+    for name in ("another", "run_2/best/policy", "moved/data/tiny/policy"):
         shutil.copytree(TINY / "policy", tmp_path / name)
     resumed = dict(MAX_STEPS=2, MAX_EVAL_PROMPTS=2, RESUME="yes")
-    module, trainer_class = each(**resumed, ACTOR_MODEL=str(tmp_path / "another"))
-    with pytest.raises(
-        module.UserError, match="was trained from ACTOR_MODEL = .*, not .*another': give that"
-    ):
-        trainer_class()
-    module, trainer_class = each(**resumed, ACTOR_MODEL=str(tmp_path / "moved/policy"))
+    for name in ("another", "run_2/best/policy"):
+        module, trainer_class = each(**resumed, ACTOR_MODEL=str(tmp_path / name))
+        says = f"was trained from ACTOR_MODEL = .*, not .*{name}': give that"
+        with pytest.raises(module.UserError, match=says):
+            trainer_class()
+    module, trainer_class = each(**resumed, ACTOR_MODEL=str(tmp_path / "moved/data/tiny/policy"))
     assert trainer_class().run.step == 1
 
 

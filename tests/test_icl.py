@@ -1336,7 +1336,9 @@ def test_a_join_replaces_no_file_and_mixes_no_kinds(tmp_path, monkeypatch, capsy
     with pytest.raises(SystemExit, match="2"):
         JOIN.main(*words)
     said = capsys.readouterr().err
-    assert re.search("is there already|there is no folder|marks in one file and with a score alone", said)
+    assert re.search(
+        "is there already|there is no folder|have lists with marks, and others with a score alone", said
+    )
     assert before == {path.name: path.read_text() for path in tmp_path.iterdir()}
 
 

@@ -1,7 +1,7 @@
 """Compares the functions that the trainers have in common, and copies one from a trainer to the others.
 
     python tools/copies.py                            # compare all; exit code 1 if anything is wrong
-    python tools/copies.py ppo/ppo.py:generate        # copy generate() to every trainer that has it
+    python tools/copies.py ppo/ppo.py:clip_and_step   # copy clip_and_step() to every trainer that has it
     python tools/copies.py ppo/ppo.py:Run.save        # copy one method
     python tools/copies.py --force ppo/ppo.py:generate   # also where the other trainer's was edited
 

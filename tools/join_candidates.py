@@ -66,9 +66,6 @@ def join_records(key, records):
     for record in records:
         for candidate in record["pointer_candidates"]:
             candidates.setdefault(tuple(candidate["pointer"]), candidate)
-    kinds = {candidate.get("vqa_eval_mode") == "score alone" for candidate in candidates.values()}
-    if len(kinds) > 1:
-        stop(f"query {key} has lists with marks in one file and with a score alone in another: join one kind")
     return {**joined, "pointer_candidates": list(candidates.values())}
 
 
@@ -92,7 +89,9 @@ def main(out="", *patterns):
         stop('it takes the file to write, then files or patterns such as "runs/*/candidates.json"')
     paths = dict.fromkeys(path for pattern in patterns for path in sorted(glob.glob(pattern)) or [pattern])
     if Path(out).exists():
-        stop(f"{out} is there already: give first the name of a new file, then the files to join")
+        stop(
+            f"{out} is there already: give first the name of a new file, or delete it; then the files to join"
+        )
     if not Path(out).absolute().parent.is_dir():
         stop(f"{out} cannot be written: there is no folder {Path(out).parent}")
     by_query, facts = {}, {}
@@ -101,14 +100,16 @@ def main(out="", *patterns):
         for key, record in records.items():
             by_query.setdefault(key, []).append(record)
     joined = {key: join_records(key, records) for key, records in by_query.items()}
+    lists = [candidate for record in joined.values() for candidate in record["pointer_candidates"]]
+    if len({candidate.get("vqa_eval_mode") == "score alone" for candidate in lists}) > 1:
+        stop("some files have lists with marks, and others with a score alone: join files of one kind")
     meta = join_facts(facts)
     if meta:
         joined = {"_meta": meta, **joined}
     tmp = Path(f"{out}.tmp")
     tmp.write_text(json.dumps(joined) + "\n")
     os.replace(tmp, out)
-    lists = sum(len(record["pointer_candidates"]) for key, record in joined.items() if key != "_meta")
-    print(f"{out}: {len(by_query)} queries and {lists} lists of {len(paths)} files")
+    print(f"{out}: {len(by_query)} queries and {len(lists)} lists of {len(paths)} files")
 
 
 if __name__ == "__main__":
