@@ -553,13 +553,16 @@ def test_the_examples_own_term_is_of_each_rows_own_length(example):
     torch.manual_seed(1)
     batch = trainer.score(trainer.rollout(trainer.train_rows[:3]))
     trainer.compute_advantages(batch)
-    batch.response_lengths = torch.tensor([31, 3, 30, 32, 5, 6, 60, 7, 8, 9, 90, 10])
+    own = batch.response_mask.sum(1)  # the policy's tokens
+    batch.response_lengths = torch.full((12,), 999)  # with an environment's
     rows = [10, 2, 6, 1]
+    module.MAX_LENGTH = own[rows].sort().values[1].item()
     width = max(len(batch.sequences[i][1]) for i in rows)
     logprobs = batch.logprobs[rows, :width]
     losses = trainer.token_losses(batch, rows, logprobs, logprobs)[0]
     plain = super(module.ShorterTrainer, trainer).token_losses(batch, rows, logprobs, logprobs)[0]
-    too_long = torch.tensor([1.0, 0.0, 1.0, 0.0])[:, None]
+    too_long = (own[rows] > module.MAX_LENGTH).float()[:, None]
+    assert 0 < too_long.sum() < 4
     assert torch.allclose(losses - plain, 0.01 * too_long * logprobs, atol=1e-7)
 
 

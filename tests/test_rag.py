@@ -1508,8 +1508,9 @@ def test_another_data_set_is_scored_whole_without_the_training_data(rag, world, 
     for sample, count in ((None, 5), (3, 3)):
         script = rag(**actions, STAGE="evaluate", EVAL_DATASET=data, DATASET={}, SAMPLE=sample)
         script.evaluate_policy(script.RAGTrainer)
-        assert json.loads((tmp_path / "run/eval_best_new.json").read_text())["questions"] == count
-    records = read(tmp_path / "run/eval_best_new.jsonl")
+        name = "eval_best_new" if sample is None else "eval_best_new_2"  # other questions: another file
+        assert json.loads((tmp_path / f"run/{name}.json").read_text())["questions"] == count
+    records = read(tmp_path / "run/eval_best_new_2.jsonl")
     assert all(set(record["paragraphs"]) <= {"Arle", "Cole"} for record in records)
 
 
