@@ -1819,7 +1819,8 @@ class Judge:
         return [1.0] * len(responses)
 
 
-@pytest.mark.filterwarnings("error")  # Python's own: never awaited
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # Python's own: never awaited
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("reward", [waits, yields, Judge()], ids=["function", "generator", "object"])
 def test_a_reward_function_that_is_async_is_told(ppo, reward):
     script = ppo()
