@@ -1972,8 +1972,8 @@ def without_nan(record):
 
 
 def model_name(path):
-    """Returns what a model's folder keeps when it is moved: its name or, of a run's policy, those of the run,
-    too."""
+    """Returns the last folder names of a path, by which a model is known after a move: one or, for the policy
+    of a run, three, such as sft/best/policy."""
     parts = Path(str(path)).parts
     return parts[-3:] if parts[-1] in ("policy", "reward_model") else parts[-1:]
 
@@ -2524,7 +2524,8 @@ def run_fingerprint():
         gpu = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     # A program that imports this file and edits it, as in examples/, decides the results, too
     started = getattr(sys.modules["__main__"], "__file__", None) or __file__
-    files = {Path(file).name: file_digest(file)["sha256"][:12] for file in (__file__, started)}
+    sources = [file for file in (__file__, started) if Path(file).is_file()]
+    files = {Path(file).name: file_digest(file)["sha256"][:12] for file in sources}
     # Without ROOT: the repository may be moved
     values = json.loads(json.dumps(constants()).replace(f"{ROOT}/", ""))
     return {**values, **files, "GPU": gpu, "OMP_NUM_THREADS": torch.get_num_threads()}

@@ -71,8 +71,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        "for file in (__file__, started)}",
-        "for file in (__file__,)}",
+        "for file in (__file__, started) if",
+        "for file in (__file__,) if",
         IN_RUN + "the_program_that_was_started_decides_too[rce]",
     ),
     (
