@@ -1041,7 +1041,7 @@ def unbatched_logits(model, batch):
 
 def disagreement(model, compute):
     """compute() returns two tensors (tokens, ...) that should be equal. Returns "" if they differ by rounding
-    alone, else a description. A real fault is about as large as the values."""
+    alone, else a description. A real fault is about as large as the values: a wide tolerance finds it."""
     try:
         values, wanted = compute()
     except (MemoryError, torch.OutOfMemoryError):
@@ -1105,7 +1105,7 @@ def check_models(models_by_constant, rows, pad_id):
         if model.dtype != torch.float32:
             precision = autocast(model)
         with full_parameters(model), precision:
-            # For this comparison: a new head is zero, and all values would be equal
+            # A new head is zero, so all its values would be equal: fill it for this comparison
             zeros = [p for p in model.parameters() if not p.any()]
             for parameter in zeros:
                 parameter.copy_(torch.linspace(-0.02, 0.02, parameter.numel()).view_as(parameter))
@@ -1145,7 +1145,7 @@ def to_device(values, device):
 
 def make_batch(prompts, responses, device):
     """Returns a batch of prompts and responses, lists of ids. On the host it has batch.sequences, one tuple
-    per row: prompt ids, response ids, indices of the response tokens that the policy sampled (all). Its
+    per row: prompt ids, response ids, and which of these tokens the policy sampled, by index: here all. Its
     tensors on the device are (rows,) or (rows, R), R being the longest response."""
     lengths = to_device(list(map(len, responses)), device)
     ids = to_device(pad_right(responses, 0), device)
@@ -1362,6 +1362,7 @@ class SharedPrompts:
         outputs = {"return_index": True, "return_inverse": True, "return_counts": True}
         prompts, first_row, prompt_of_row, counts = np.unique(self.prompt_of_row[rows], **outputs)
         size = int(counts.max())
+        # A prompt's slots: its rows, then rows of the next prompts, which are never read
         row_of_slot = np.minimum(first_row[:, None] + np.arange(size), len(rows) - 1).ravel()
         slot_of_row = prompt_of_row * size + np.arange(len(rows)) - first_row[prompt_of_row]
         self.group_size, self.prompt_of_row = size, prompt_of_row
@@ -1424,8 +1425,9 @@ def logits_at(model, ids, places, **options):
 
 def logits_of_rows(model, batch, rows):
     """Returns the logits that predict the response tokens which the policy sampled, (tokens, labels), row
-    after row, and each token's place, a pair of (tokens,): index in `rows` and in the response. Each row is
-    read with its prompt and padded on the right, where a causal model cannot see: no mask, no positions."""
+    after row, and where each token stands, two (tokens,): its row's index in `rows`, and its index in the
+    response. Each row is read with its prompt and padded on the right, where a causal model cannot see: no
+    mask, no positions."""
     sequences = []  # of each row: prompt and response
     places = []  # of each token: its row, where it is predicted, its index in the response
     for i, row in enumerate(rows):
@@ -1544,7 +1546,7 @@ def make_optimizer(model, learning_rate):
     examples/muon.py has two optimizers for one model."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
-    for group in optimizer.param_groups:  # the schedule keeps a group's ratio to learning_rate
+    for group in optimizer.param_groups:  # 1, unless you give a group an "lr" of its own above
         group["lr_multiplier"] = group["lr"] / learning_rate if learning_rate else 1.0
     return optimizer
 
@@ -1614,7 +1616,8 @@ class GradientSum:
             self.set_checkpointing(False)
 
     def set_checkpointing(self, on):
-        """Layers recompute their activations in training mode alone, and use no cache in it."""
+        """Turns recomputing of activations on or off. A GradientCheckpointingLayer does it where its flag
+        `training` is set. It then uses no cache, so sampling must find the flag unset."""
         for model in self.models:
             for layer in model.modules():
                 if isinstance(layer, GradientCheckpointingLayer):
@@ -2200,7 +2203,8 @@ def join_processes():
     wait = timedelta(seconds=PROCESS_TIMEOUT)
     store = next(dist.rendezvous("env://", timeout=wait))[0]
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        # The prefix hides keys of an attempt that torchrun restarted; on several machines it may differ
+        # After a restart by torchrun the keys of the failed attempt are still there: the prefix hides them.
+        # Several machines may count restarts differently, so there it is left out
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(backend, store=store, timeout=wait, world_size=world_size(), rank=rank())
     fingerprints = all_gather(run_fingerprint())
@@ -2421,11 +2425,11 @@ def learning_rate_scale(steps_done, total, warmup, schedule, halvings):
     stays at 1)."""
     if steps_done < warmup:
         return (steps_done + 1) / warmup
-    progress = (steps_done - warmup) / max(1, total - warmup)
+    done = (steps_done - warmup) / max(1, total - warmup)
     if schedule == "linear":
-        return 1 - progress
+        return 1 - done
     if schedule == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * progress))
+        return 0.5 * (1 + math.cos(math.pi * done))
     if schedule == "plateau":
         return 0.5**halvings
     return 1.0
@@ -2596,7 +2600,9 @@ class Run:
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
         self.evals_since_best = 0  # evaluations since patience_value rose
-        self.is_stopped = False  # True, set on all processes: this step is the last, also after a restart
+        # You may set this to True, on all processes: then this step is the last, also after a restart. To go
+        # on nevertheless, set it to False before train()
+        self.is_stopped = False
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
@@ -2842,9 +2848,10 @@ class Run:
 
     def save(self):
         """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""
-        # By self.checkpoint open_files() sees that a second train() continues in this folder
+        # Set even if nothing is written: open_files() sees from it that a second train() continues this run
         folder = self.checkpoint = self.folder / f"step_{self.step}"
-        if broadcast_from_rank0(folder.exists):  # session() saves the last step, which may be saved already
+        # session() saves the last step, which may be saved already, but perhaps before the run was stopped
+        if broadcast_from_rank0(folder.exists) and not self.is_stopped:
             return
         weights = {name: full_weights(model) for name, model in self.models.items()}
         optimizers = {name: full_state(optimizer.state_dict()) for name, optimizer in self.optimizers.items()}
@@ -2908,8 +2915,6 @@ class Run:
                 raise ValueError(
                     f"it has {prompts} training prompts, now there are {self.state.prompts}: {hint}"
                 )
-            if saved.get("trainer", self.name) != self.name:  # of a checkpoint before config.json had it
-                raise ValueError(f"it is of the trainer {saved['trainer']!r}")
             vars(self).update(saved["run"])
             vars(self.state).update(saved["state"])
             for name, optimizer in self.optimizers.items():
@@ -2952,8 +2957,8 @@ class Run:
             self.log_lines = {}
         metrics = self.folder / "logs/metrics.jsonl"
         is_cut = metrics.exists() and metrics.read_bytes().count(b"\n") > self.log_lines.get(metrics.name, 0)
-        if to_archive or not continues_here or (is_cut and self.has_changed) or self.has_other_scores:
-            self.wandb_id = None  # wandb drops steps that a run has already: these get a run of their own
+        if not continues_here or (is_cut and self.has_changed) or self.has_other_scores:
+            self.wandb_id = None  # a new run: wandb would ignore steps that the earlier one has already
         self.start_wandb()
         archive_old_run(to_archive, OUTPUT_DIR, self.log)
         if not (self.folder / "best").exists():

@@ -8,9 +8,9 @@ A response is an episode, a token is an action (Ziegler et al. 2019, arXiv 1909.
     A_t   = G_t(LAM), then whitened
     R_t   = V_t + G_t(CRITIC_LAM): the critic's target. At CRITIC_LAM = 1 (VC-PPO, 2503.01491) it is
             sum_k GAMMA^k r_{t+k}
-    V_t   = C_t + w x_t. C_t: the output of the critic's model. w: a linear fit, on earlier steps, of
-            R_t - C_t to x_t = value_features(). A_t and R_t use the rollout's V_t, which is V_old. In L the
-            model computes C_t anew, and w x_t stays as in the rollout
+    V_t   = C_t + w x_t. C_t: the output of the critic's model. x_t: value_features(). w: the weights that
+            best predicted R_t - C_t from x_t in the earlier steps. A_t and R_t take V_t from the rollout,
+            which is V_old. In L only C_t is computed anew
     rho_t = pi(y_t) / pi_old(y_t)
     L     = -mean_t min(rho_t A_t, clip(rho_t, 1 - CLIP_RANGE, 1 + CLIP_RANGE_HIGH) A_t)
             + VALUE_LOSS_COEF mean_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old +- VALUE_CLIP_RANGE) - R_t)^2)
@@ -20,8 +20,8 @@ Means run over every response token of the optimizer step, however it is cut int
 Deliberate deviations:
 - actor and critic are two networks, each with its own optimizer and gradient clipping;
 - sampling inverts the cumulative distribution at uniform numbers, which are drawn for the whole step at once:
-  at a fixed BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS, BATCH_SIZE changes no sample, and the update only by
-  rounding;
+  at a fixed BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS, another BATCH_SIZE gives the same samples, and the
+  same update except for rounding;
 - the score is not whitened; KL_TARGET counts nats per token, and not per response as in 1909.08593.
 
 Shapes: rows = responses of a step, prompts * GROUP_SIZE; P = tokens of the longest prompt; R = tokens of the
@@ -42,9 +42,11 @@ the reward     REWARD_FUNCTIONS; compute_rewards          a plot         PLOT_PA
 sampling       sampling_logprobs; rollout, generate       the schedule   learning_rate_scale
 the optimizer  make_optimizer                             when to stop   train (run.is_stopped = True)
 the values     value_features, fit_values; score          the targets    compute_advantages
-A metric of the responses is a reward function of weight 0. Another evaluation, in train() before run.save():
-    run.write_metrics("eval", {f"other/{k}": v for k, v in self.evaluate(rows=self.other_rows).items()})
-with self.other_rows = load_prompts(...) as in __init__ (run.log_evaluation() would move best/, too).
+A metric of the responses is a reward function of weight 0. Another evaluation every 7 steps: in train(),
+above `if run.is_due(SAVE_EVERY_N_STEPS)`, with self.other_rows = load_prompts(...) as in __init__,
+    if run.is_due(7):
+        other = self.evaluate(rows=self.other_rows)  # run.log_evaluation() would move best/, too
+        run.write_metrics("eval", {f"other/{k}": v for k, v in other.items()})
 To add a constant write one line below; one that may be None needs its type, as CRITIC_MODEL has.
 """
 
@@ -161,7 +163,7 @@ REWARD_TIMEOUT: float | None = 600.0  # seconds to score one batch of responses;
 # Rollout
 BATCH_SIZE = 16  # prompts sampled and scored at a time
 MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: chosen from the memory
-GRADIENT_ACCUMULATION_STEPS = 2  # batches of BATCH_SIZE prompts per step; micro-batches: MICRO_BATCH_ROWS
+GRADIENT_ACCUMULATION_STEPS = 2  # a step samples this many batches of BATCH_SIZE prompts; not micro-batches
 GROUP_SIZE = 4  # responses per prompt
 MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
 MAX_NEW_TOKENS = 64
@@ -192,7 +194,7 @@ KL_HORIZON = 10000  # time constant of the adaptive KL_COEF, in responses; a ste
 GAMMA = 1.0  # 0 to 1
 LAM = 0.95  # 0 to 1; 1: Monte-Carlo returns minus values
 CRITIC_LAM = 1.0  # lambda of the critic's targets, 0 to 1; 1: the discounted sum of the rewards from t on
-VALUE_FIT_DECAY: float | None = 0.5  # a step's weight in the values' fit, times the next one's; None: no fit
+VALUE_FIT_DECAY: float | None = 0.5  # the step k steps ago counts this**k in the values' fit; None: no fit
 CRITIC_WARMUP_STEPS = 0  # number of first steps that train the critic alone (2503.01491)
 WHITEN_ADVANTAGES = True
 
@@ -227,11 +229,12 @@ PLOT_PANELS = [
 
 # Processes: torchrun --nproc_per_node=2 ppo/ppo.py
 DETERMINISTIC_GRADIENTS = True  # the same bits on any number of processes; False: a little faster
-SHARD = "none"  # none | fsdp2: each process keeps a part of every model; the whole must fit a GPU to be read
+SHARD = "none"  # none | fsdp2: each process keeps a part of every model, but samples with a whole one
 PROCESS_TIMEOUT = 1800.0  # seconds that a process waits for the others
 
 _VALID_RANGES = {  # (smallest, largest) value or allowed words, where a bad value might go unnoticed
-    "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS DUAL_CLIP": (1, 1e12),
+    "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS": (1, 1e12),
+    "DUAL_CLIP": (1.01, 1e12),  # at 1 tokens with A < 0 would have no gradient
     "MAX_STEPS NUM_EPOCHS GROUP_EPOCHS MINI_BATCHES PLATEAU_PATIENCE MAX_TRAIN_PROMPTS KL_HORIZON": (1, 1e12),
     "KEEP_LAST_N_CHECKPOINTS MICRO_BATCH_ROWS EVALUATE_SAMPLES": (1, 1e12),
     "MAX_EVAL_PROMPTS WARMUP_STEPS LOG_SAMPLES SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS WEIGHT_DECAY": (0, 1e12),
@@ -255,7 +258,7 @@ _TUNED_FOR_TINY = {  # values that suit the shipped model and data, and what ano
 }
 _RENAMED = {"EXACT_SUMS": "DETERMINISTIC_GRADIENTS"}  # old names of constants, accepted as arguments
 _INSTEAD_HERE = {"BETA": "KL_COEF"}  # constants of other trainers: what this file has instead
-# A run that resumes logs which constants have changed, except these
+# When a run resumes, it logs every constant that has changed, except these
 _MAY_CHANGE = "RESUME OUTPUT_DIR PLOT_PANELS STAGE EVALUATE_POLICY EVALUATE_SAMPLES".split()
 # When one of these has changed, the scores of a resumed run do not compare with the earlier ones. Add a
 # constant of yours that changes how responses are sampled or scored
@@ -273,7 +276,8 @@ def sampling_logprobs(logits, temperature):
     and update call this, so all ratios are 1 before the first update. Edit it for top-p, for example: return
     -inf for tokens to exclude (callers clamp that to -1e30), and normalise the others again. In bfloat16 a
     sampled token at the edge of the nucleus may be excluded in the update, and check_first_ratio() may end
-    the run: use float32. The reference is scored by full_logprobs()."""
+    the run: use float32. The reference is scored by full_logprobs(), over all tokens: the KL of an edited
+    sampler to it is above 0 from the start."""
     return full_logprobs(logits, temperature)
 
 
@@ -380,7 +384,8 @@ def fitted_values(moments, features):
 def ppo_stats(logprobs, old_logprobs, advantages, clip_range, clip_range_high):
     """Returns what is logged of each token, a dict of (rows, R), to which you may add: the k3 estimate of
     KL(old || new), whether the ratio was clipped, |log ratio|, and |ratio - 1|. Means over the tokens are
-    logged; of ratio_deviation the maximum. The log ratio is bounded below, since a token that an edited
+    logged; of ratio_deviation the maximum. They are measured before each optimizer step is made: with only
+    one step per rollout all of these are 0. The log ratio is bounded below, since a token that an edited
     sampling_logprobs() now excludes has log-probability -1e30."""
     log_ratio = (logprobs - old_logprobs).clamp(min=-20)
     ratio = log_ratio.exp()
@@ -439,7 +444,7 @@ class PPOTrainer:
         if VALUE_FIT_DECAY is None:
             self.state.value_moments = None  # a run that resumes may have had a fit
         if not KL_TARGET or not self.state.kl_coef:
-            self.state.kl_coef = KL_COEF  # only a coefficient that KL_TARGET has adapted is kept on resuming
+            self.state.kl_coef = KL_COEF  # the checkpoint's counts only if KL_TARGET adapts it, from above 0
         self.run.total_steps = last_step(self.state, self.run.step)
 
     def load_models(self):
@@ -447,16 +452,15 @@ class PPOTrainer:
         critic_path = CRITIC_MODEL or ACTOR_MODEL
         self.tokenizer = load_tokenizer(ACTOR_MODEL, "ACTOR_MODEL")
         self.actor = load_trained(self.run, "policy", AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL")
-        critic_class = AutoModelForTokenClassification
         self.critic = load_trained(
-            self.run, "critic", critic_class, critic_path, "CRITIC_MODEL", new_head=True
+            self.run, "critic", AutoModelForTokenClassification, critic_path, "CRITIC_MODEL", new_head=True
         )
         if vocab_size(self.critic) < min(len(self.tokenizer), vocab_size(self.actor)):
             raise UserError(f"CRITIC_MODEL = {critic_path!r} must know all tokens of the actor's tokenizer")
         self.pad_id = padding_id(self.actor, self.tokenizer)
-        # Models that are trained, by the name of their folder in a checkpoint; and all that read the actor's
-        # token ids
+        # The models that are trained, by the name of their folder in a checkpoint
         self.models = {"policy": self.actor, "critic": self.critic}
+        # All models that read the actor's token ids, by the constant that names them
         self.models_by_constant = {"ACTOR_MODEL": self.actor, "CRITIC_MODEL": self.critic}
         self.reference = None
         if KL_COEF > 0 and LORA_RANK and not REFERENCE_MODEL:
@@ -493,6 +497,7 @@ class PPOTrainer:
                 self.update_value_fit(batch)
                 self.record(batch, metrics)
                 self.adapt_kl(metrics["kl"], len(batch.rows))
+                # To end the run by a metric, set run.is_stopped = True here: this step is evaluated and saved
                 # While the critic is trained alone, the policy is what it was: patience must not run out
                 evaluates = run.is_due(EVAL_EVERY_N_STEPS) and not self.trains_critic_alone()
                 if evaluates or run.is_last_step():
@@ -532,16 +537,15 @@ class PPOTrainer:
             )
             batch.fitted_values = fitted_values(self.state.value_moments, batch.value_features) * mask
             batch.values = map_micro_batches(response_values, self.critic, batch) + batch.fitted_values
-            batch.ref_logprobs = batch.logprobs  # without a reference the penalty is 0
+            batch.ref_logprobs = batch.logprobs  # KL_COEF = 0: there is no reference, these are pi_old's
             if self.reference:
                 with without_adapter(self.reference):
                     batch.ref_logprobs = batch_logprobs(self.reference, batch, full_logprobs)
 
     def score_responses(self, batch):
-        """Calls compute_rewards() with at most BATCH_SIZE * GROUP_SIZE responses at a time; call_reward()
-        checks what that returns. Returns scores (rows,) less
-        MISSING_EOS_PENALTY; token scores (rows, R), or None if compute_rewards() returned one number for each
-        response; and the reward parts."""
+        """Gives compute_rewards() at most BATCH_SIZE * GROUP_SIZE responses at a time. Returns scores (rows,)
+        less MISSING_EOS_PENALTY; token scores (rows, R), or None if compute_rewards() returned one number for
+        each response; and the reward parts."""
         function = self.compute_rewards
         with full_parameters(self.reward_model):
             scores, logged = score_over_ranks(self, "compute_rewards", function, batch, width=MAX_NEW_TOKENS)
@@ -576,7 +580,7 @@ class PPOTrainer:
 
     def compute_advantages(self, batch):
         """GAE on the token rewards. The returns, the critic's targets, come from advantages before they are
-        whitened."""
+        whitened. Another estimator goes here; WHITEN_ADVANTAGES rescales what it returns."""
         mask = batch.response_mask
         token_rewards = per_token_rewards(
             batch.scores, batch.logprobs, batch.ref_logprobs, mask, self.state.kl_coef, batch.token_scores
@@ -643,6 +647,7 @@ class PPOTrainer:
         trained = ["critic"] if self.trains_critic_alone() else ["policy", "critic"]
         trains_actor = "policy" in trained
         gradients = GradientSum([self.models[name] for name in trained])
+        # Each process gets its own micro-batches from deal(). The loop must run to its end: no break
         for micro in gradients.deal(micro_batches(self.actor, batch, rows)):
             index = to_device(micro, self.device)
             width = max_response_length(batch, micro)  # R of this micro-batch
@@ -657,7 +662,7 @@ class PPOTrainer:
             policy_losses = policy_loss(
                 logprobs, old_logprobs, advantages, CLIP_RANGE, clip_range_high, DUAL_CLIP
             )
-            actor_losses = policy_losses
+            actor_losses = policy_losses  # add a term here; policy_loss is logged without it
             if ENTROPY_COEF:
                 actor_losses = actor_losses - ENTROPY_COEF * entropy
             # A loss is a sum over tokens, divided by the tokens of the optimizer step: a mean would give
@@ -762,12 +767,12 @@ class PPOTrainer:
         count_signal(self, has_signal, "all responses")
 
     def check_critic(self, explained_variance):
-        """Says once if the critic explained less than 5% in the 11th to 20th step (the median)."""
+        """Says once, at the 20th step, if the critic's median in the last 10 was below 5%."""
         if not math.isfinite(explained_variance):  # all returns were equal: the step does not count
             return
         self.explained_variances.append(explained_variance)
         last = sorted(self.explained_variances[10:])
-        if len(last) == 10 and last[5] < 0.05:  # 10 of them, only in the 20th step
+        if len(last) == 10 and last[5] < 0.05:
             found = (
                 f"in the last 10 steps the critic explained {max(0, last[5]):.0%} of the returns' variance"
             )
@@ -916,7 +921,7 @@ def unbatched_logits(model, batch):
 
 def disagreement(model, compute):
     """compute() returns two tensors (tokens, ...) that should be equal. Returns "" if they differ by rounding
-    alone, else a description. A real fault is about as large as the values."""
+    alone, else a description. A real fault is about as large as the values: a wide tolerance finds it."""
     try:
         values, wanted = compute()
     except (MemoryError, torch.OutOfMemoryError):
@@ -979,7 +984,7 @@ def check_models(models_by_constant, rows, pad_id):
         if model.dtype != torch.float32:
             precision = autocast(model)
         with full_parameters(model), precision:
-            # For this comparison: a new head is zero, and all values would be equal
+            # A new head is zero, so all its values would be equal: fill it for this comparison
             zeros = [p for p in model.parameters() if not p.any()]
             for parameter in zeros:
                 parameter.copy_(torch.linspace(-0.02, 0.02, parameter.numel()).view_as(parameter))
@@ -1019,7 +1024,7 @@ def to_device(values, device):
 
 def make_batch(prompts, responses, device):
     """Returns a batch of prompts and responses, lists of ids. On the host it has batch.sequences, one tuple
-    per row: prompt ids, response ids, indices of the response tokens that the policy sampled (all). Its
+    per row: prompt ids, response ids, and which of these tokens the policy sampled, by index: here all. Its
     tensors on the device are (rows,) or (rows, R), R being the longest response."""
     lengths = to_device(list(map(len, responses)), device)
     ids = to_device(pad_right(responses, 0), device)
@@ -1299,6 +1304,7 @@ class SharedPrompts:
         outputs = {"return_index": True, "return_inverse": True, "return_counts": True}
         prompts, first_row, prompt_of_row, counts = np.unique(self.prompt_of_row[rows], **outputs)
         size = int(counts.max())
+        # A prompt's slots: its rows, then rows of the next prompts, which are never read
         row_of_slot = np.minimum(first_row[:, None] + np.arange(size), len(rows) - 1).ravel()
         slot_of_row = prompt_of_row * size + np.arange(len(rows)) - first_row[prompt_of_row]
         self.group_size, self.prompt_of_row = size, prompt_of_row
@@ -1361,8 +1367,9 @@ def logits_at(model, ids, places, **options):
 
 def logits_of_rows(model, batch, rows):
     """Returns the logits that predict the response tokens which the policy sampled, (tokens, labels), row
-    after row, and each token's place, a pair of (tokens,): index in `rows` and in the response. Each row is
-    read with its prompt and padded on the right, where a causal model cannot see: no mask, no positions."""
+    after row, and where each token stands, two (tokens,): its row's index in `rows`, and its index in the
+    response. Each row is read with its prompt and padded on the right, where a causal model cannot see: no
+    mask, no positions."""
     sequences = []  # of each row: prompt and response
     places = []  # of each token: its row, where it is predicted, its index in the response
     for i, row in enumerate(rows):
@@ -1515,7 +1522,7 @@ def make_optimizer(model, learning_rate):
     examples/muon.py has two optimizers for one model."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
-    for group in optimizer.param_groups:  # the schedule keeps a group's ratio to learning_rate
+    for group in optimizer.param_groups:  # 1, unless you give a group an "lr" of its own above
         group["lr_multiplier"] = group["lr"] / learning_rate if learning_rate else 1.0
     return optimizer
 
@@ -1585,7 +1592,8 @@ class GradientSum:
             self.set_checkpointing(False)
 
     def set_checkpointing(self, on):
-        """Layers recompute their activations in training mode alone, and use no cache in it."""
+        """Turns recomputing of activations on or off. A GradientCheckpointingLayer does it where its flag
+        `training` is set. It then uses no cache, so sampling must find the flag unset."""
         for model in self.models:
             for layer in model.modules():
                 if isinstance(layer, GradientCheckpointingLayer):
@@ -2024,7 +2032,8 @@ def response_metrics(batch, scores, reward_parts):
 
 
 def count_signal(trainer, has_signal, responses):
-    """Counts steps in a row whose rewards were equal; the tenth is warned of. responses: among which."""
+    """Counts the steps in a row whose rewards were equal, and warns of the tenth. responses: the words for
+    the warning, which responses had equal rewards."""
     trainer.steps_without_signal += 1
     if has_signal:
         trainer.steps_without_signal = 0
@@ -2489,7 +2498,8 @@ def load_optimizer_state(optimizer, saved):
     Learning rates and the like come from the constants of now, not from the checkpoint."""
     groups = optimizer.state_dict()["param_groups"]
     for group, saved_group in zip(groups, saved["param_groups"]):
-        group["params"] = saved_group["params"]  # load_state_dict() then refuses groups of other sizes
+        # These are numbers, not tensors. If groups differ in size, load_state_dict() now raises
+        group["params"] = saved_group["params"]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, state in saved["state"].items():
         parameter = parameters[number]
@@ -2791,7 +2801,8 @@ def join_processes():
     wait = timedelta(seconds=PROCESS_TIMEOUT)
     store = next(dist.rendezvous("env://", timeout=wait))[0]
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        # The prefix hides keys of an attempt that torchrun restarted; on several machines it may differ
+        # After a restart by torchrun the keys of the failed attempt are still there: the prefix hides them.
+        # Several machines may count restarts differently, so there it is left out
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(backend, store=store, timeout=wait, world_size=world_size(), rank=rank())
     fingerprints = all_gather(run_fingerprint())
@@ -3021,11 +3032,11 @@ def learning_rate_scale(steps_done, total, warmup, schedule, halvings):
     stays at 1)."""
     if steps_done < warmup:
         return (steps_done + 1) / warmup
-    progress = (steps_done - warmup) / max(1, total - warmup)
+    done = (steps_done - warmup) / max(1, total - warmup)
     if schedule == "linear":
-        return 1 - progress
+        return 1 - done
     if schedule == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * progress))
+        return 0.5 * (1 + math.cos(math.pi * done))
     if schedule == "plateau":
         return 0.5**halvings
     return 1.0
@@ -3196,7 +3207,9 @@ class Run:
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
         self.evals_since_best = 0  # evaluations since patience_value rose
-        self.is_stopped = False  # True, set on all processes: this step is the last, also after a restart
+        # You may set this to True, on all processes: then this step is the last, also after a restart. To go
+        # on nevertheless, set it to False before train()
+        self.is_stopped = False
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
@@ -3438,9 +3451,10 @@ class Run:
 
     def save(self):
         """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""
-        # By self.checkpoint open_files() sees that a second train() continues in this folder
+        # Set even if nothing is written: open_files() sees from it that a second train() continues this run
         folder = self.checkpoint = self.folder / f"step_{self.step}"
-        if broadcast_from_rank0(folder.exists):  # session() saves the last step, which may be saved already
+        # session() saves the last step, which may be saved already, but perhaps before the run was stopped
+        if broadcast_from_rank0(folder.exists) and not self.is_stopped:
             return
         weights = {name: full_weights(model) for name, model in self.models.items()}
         optimizers = {name: full_state(optimizer.state_dict()) for name, optimizer in self.optimizers.items()}
@@ -3504,8 +3518,6 @@ class Run:
                 raise ValueError(
                     f"it has {prompts} training prompts, now there are {self.state.prompts}: {hint}"
                 )
-            if saved.get("trainer", self.name) != self.name:  # of a checkpoint before config.json had it
-                raise ValueError(f"it is of the trainer {saved['trainer']!r}")
             vars(self).update(saved["run"])
             vars(self.state).update(saved["state"])
             for name, optimizer in self.optimizers.items():
@@ -3548,8 +3560,8 @@ class Run:
             self.log_lines = {}
         metrics = self.folder / "logs/metrics.jsonl"
         is_cut = metrics.exists() and metrics.read_bytes().count(b"\n") > self.log_lines.get(metrics.name, 0)
-        if to_archive or not continues_here or (is_cut and self.has_changed) or self.has_other_scores:
-            self.wandb_id = None  # wandb drops steps that a run has already: these get a run of their own
+        if not continues_here or (is_cut and self.has_changed) or self.has_other_scores:
+            self.wandb_id = None  # a new run: wandb would ignore steps that the earlier one has already
         self.start_wandb()
         archive_old_run(to_archive, OUTPUT_DIR, self.log)
         if not (self.folder / "best").exists():
@@ -3771,7 +3783,7 @@ def check_constants():
             if any(Path(value).resolve().is_relative_to(folder) for folder in folders):
                 hint = "which a new run moves and this one writes: set another OUTPUT_DIR"
                 raise UserError(f"{key} = {value!r} lies in OUTPUT_DIR, {hint}")
-    for panel in values.get("PLOT_PANELS", []):
+    for panel in values.get("PLOT_PANELS", []):  # constants() gives lists for tuples, as JSON does
         if not (isinstance(panel, list) and len(panel) == 2 and isinstance(panel[1], list)):
             raise UserError(f'PLOT_PANELS: {panel} is not a panel, such as ("KL", ["kl"])')
     for keys, allowed in _VALID_RANGES.items():

@@ -1065,11 +1065,11 @@ def learning_rate_scale(steps_done, total, warmup, schedule, halvings):
     stays at 1)."""
     if steps_done < warmup:
         return (steps_done + 1) / warmup
-    progress = (steps_done - warmup) / max(1, total - warmup)
+    done = (steps_done - warmup) / max(1, total - warmup)
     if schedule == "linear":
-        return 1 - progress
+        return 1 - done
     if schedule == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * progress))
+        return 0.5 * (1 + math.cos(math.pi * done))
     if schedule == "plateau":
         return 0.5**halvings
     return 1.0
@@ -1241,7 +1241,9 @@ class Run:
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
         self.evals_since_best = 0  # evaluations since patience_value rose
-        self.is_stopped = False  # True, set on all processes: this step is the last, also after a restart
+        # You may set this to True, on all processes: then this step is the last, also after a restart. To go
+        # on nevertheless, set it to False before train()
+        self.is_stopped = False
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
@@ -1484,9 +1486,10 @@ class Run:
     # differs: models are never sharded
     def save(self):
         """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""
-        # By self.checkpoint open_files() sees that a second train() continues in this folder
+        # Set even if nothing is written: open_files() sees from it that a second train() continues this run
         folder = self.checkpoint = self.folder / f"step_{self.step}"
-        if broadcast_from_rank0(folder.exists):  # session() saves the last step, which may be saved already
+        # session() saves the last step, which may be saved already, but perhaps before the run was stopped
+        if broadcast_from_rank0(folder.exists) and not self.is_stopped:
             return
         weights = {name: model.state_dict() for name, model in self.models.items()}
         optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
@@ -1549,8 +1552,6 @@ class Run:
                 raise ValueError(
                     f"it has {prompts} training prompts, now there are {self.state.prompts}: {hint}"
                 )
-            if saved.get("trainer", self.name) != self.name:  # of a checkpoint before config.json had it
-                raise ValueError(f"it is of the trainer {saved['trainer']!r}")
             vars(self).update(saved["run"])
             vars(self.state).update(saved["state"])
             for name, optimizer in self.optimizers.items():
@@ -1594,8 +1595,8 @@ class Run:
             self.log_lines = {}
         metrics = self.folder / "logs/metrics.jsonl"
         is_cut = metrics.exists() and metrics.read_bytes().count(b"\n") > self.log_lines.get(metrics.name, 0)
-        if to_archive or not continues_here or (is_cut and self.has_changed) or self.has_other_scores:
-            self.wandb_id = None  # wandb drops steps that a run has already: these get a run of their own
+        if not continues_here or (is_cut and self.has_changed) or self.has_other_scores:
+            self.wandb_id = None  # a new run: wandb would ignore steps that the earlier one has already
         self.start_wandb()
         archive_old_run(to_archive, OUTPUT_DIR, self.log)
         if not (self.folder / "best").exists():

@@ -170,7 +170,7 @@ PLOT_PANELS = [
 
 # Processes: torchrun --nproc_per_node=2 ppo/sft.py
 DETERMINISTIC_GRADIENTS = True  # the same bits on any number of processes; False: a little faster
-SHARD = "none"  # none | fsdp2: each process keeps a part of every model; the whole must fit a GPU to be read
+SHARD = "none"  # none | fsdp2: each process keeps a part of every model
 PROCESS_TIMEOUT = 1800.0  # seconds that a process waits for the others
 
 _VALID_RANGES = {  # (smallest, largest) value or allowed words, where a bad value might go unnoticed
@@ -195,7 +195,7 @@ _INSTEAD_HERE = {  # constants of other trainers: what this file has instead
     "MAX_PROMPT_TOKENS": "MAX_TOKENS",
     "MICRO_BATCH_ROWS": "BATCH_SIZE",
 }
-# A run that resumes logs which constants have changed, except these
+# When a run resumes, it logs every constant that has changed, except these
 _MAY_CHANGE = "RESUME OUTPUT_DIR PLOT_PANELS".split()
 # When one of these has changed, the scores of a resumed run do not compare with the earlier ones. Add a
 # constant of yours that changes how responses are sampled or scored
@@ -641,7 +641,7 @@ def make_optimizer(model, learning_rate):
     examples/muon.py has two optimizers for one model."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
-    for group in optimizer.param_groups:  # the schedule keeps a group's ratio to learning_rate
+    for group in optimizer.param_groups:  # 1, unless you give a group an "lr" of its own above
         group["lr_multiplier"] = group["lr"] / learning_rate if learning_rate else 1.0
     return optimizer
 
@@ -709,7 +709,8 @@ class GradientSum:
             self.set_checkpointing(False)
 
     def set_checkpointing(self, on):
-        """Layers recompute their activations in training mode alone, and use no cache in it."""
+        """Turns recomputing of activations on or off. A GradientCheckpointingLayer does it where its flag
+        `training` is set. It then uses no cache, so sampling must find the flag unset."""
         for model in self.models:
             for layer in model.modules():
                 if isinstance(layer, GradientCheckpointingLayer):
@@ -1371,7 +1372,8 @@ def load_optimizer_state(optimizer, saved):
     Learning rates and the like come from the constants of now, not from the checkpoint."""
     groups = optimizer.state_dict()["param_groups"]
     for group, saved_group in zip(groups, saved["param_groups"]):
-        group["params"] = saved_group["params"]  # load_state_dict() then refuses groups of other sizes
+        # These are numbers, not tensors. If groups differ in size, load_state_dict() now raises
+        group["params"] = saved_group["params"]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, state in saved["state"].items():
         parameter = parameters[number]
@@ -1514,7 +1516,8 @@ def join_processes():
     wait = timedelta(seconds=PROCESS_TIMEOUT)
     store = next(dist.rendezvous("env://", timeout=wait))[0]
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        # The prefix hides keys of an attempt that torchrun restarted; on several machines it may differ
+        # After a restart by torchrun the keys of the failed attempt are still there: the prefix hides them.
+        # Several machines may count restarts differently, so there it is left out
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(backend, store=store, timeout=wait, world_size=world_size(), rank=rank())
     fingerprints = all_gather(run_fingerprint())
@@ -1744,11 +1747,11 @@ def learning_rate_scale(steps_done, total, warmup, schedule, halvings):
     stays at 1)."""
     if steps_done < warmup:
         return (steps_done + 1) / warmup
-    progress = (steps_done - warmup) / max(1, total - warmup)
+    done = (steps_done - warmup) / max(1, total - warmup)
     if schedule == "linear":
-        return 1 - progress
+        return 1 - done
     if schedule == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * progress))
+        return 0.5 * (1 + math.cos(math.pi * done))
     if schedule == "plateau":
         return 0.5**halvings
     return 1.0
@@ -1919,7 +1922,9 @@ class Run:
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
         self.evals_since_best = 0  # evaluations since patience_value rose
-        self.is_stopped = False  # True, set on all processes: this step is the last, also after a restart
+        # You may set this to True, on all processes: then this step is the last, also after a restart. To go
+        # on nevertheless, set it to False before train()
+        self.is_stopped = False
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
@@ -2161,9 +2166,10 @@ class Run:
 
     def save(self):
         """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""
-        # By self.checkpoint open_files() sees that a second train() continues in this folder
+        # Set even if nothing is written: open_files() sees from it that a second train() continues this run
         folder = self.checkpoint = self.folder / f"step_{self.step}"
-        if broadcast_from_rank0(folder.exists):  # session() saves the last step, which may be saved already
+        # session() saves the last step, which may be saved already, but perhaps before the run was stopped
+        if broadcast_from_rank0(folder.exists) and not self.is_stopped:
             return
         weights = {name: full_weights(model) for name, model in self.models.items()}
         optimizers = {name: full_state(optimizer.state_dict()) for name, optimizer in self.optimizers.items()}
@@ -2227,8 +2233,6 @@ class Run:
                 raise ValueError(
                     f"it has {prompts} training prompts, now there are {self.state.prompts}: {hint}"
                 )
-            if saved.get("trainer", self.name) != self.name:  # of a checkpoint before config.json had it
-                raise ValueError(f"it is of the trainer {saved['trainer']!r}")
             vars(self).update(saved["run"])
             vars(self.state).update(saved["state"])
             for name, optimizer in self.optimizers.items():
@@ -2271,8 +2275,8 @@ class Run:
             self.log_lines = {}
         metrics = self.folder / "logs/metrics.jsonl"
         is_cut = metrics.exists() and metrics.read_bytes().count(b"\n") > self.log_lines.get(metrics.name, 0)
-        if to_archive or not continues_here or (is_cut and self.has_changed) or self.has_other_scores:
-            self.wandb_id = None  # wandb drops steps that a run has already: these get a run of their own
+        if not continues_here or (is_cut and self.has_changed) or self.has_other_scores:
+            self.wandb_id = None  # a new run: wandb would ignore steps that the earlier one has already
         self.start_wandb()
         archive_old_run(to_archive, OUTPUT_DIR, self.log)
         if not (self.folder / "best").exists():
@@ -2492,7 +2496,7 @@ def check_constants():
             if any(Path(value).resolve().is_relative_to(folder) for folder in folders):
                 hint = "which a new run moves and this one writes: set another OUTPUT_DIR"
                 raise UserError(f"{key} = {value!r} lies in OUTPUT_DIR, {hint}")
-    for panel in values.get("PLOT_PANELS", []):
+    for panel in values.get("PLOT_PANELS", []):  # constants() gives lists for tuples, as JSON does
         if not (isinstance(panel, list) and len(panel) == 2 and isinstance(panel[1], list)):
             raise UserError(f'PLOT_PANELS: {panel} is not a panel, such as ("KL", ["kl"])')
     for keys, allowed in _VALID_RANGES.items():

@@ -152,26 +152,26 @@ MUTANTS = [
     # M1: wandb's run of another folder
     (
         PPO,
-        "            self.wandb_id = None  # wandb drops",
-        "            pass  # wandb drops",
+        "            self.wandb_id = None  # a new run",
+        "            pass  # a new run",
         WANDB + "[beside-False]",
     ),
     (
         PPO,
-        "        if to_archive or not continues_here or (",
-        "        if not continues_here or (",
-        WANDB + "[given up-False]",
+        "        if not continues_here or (is_cut and self.has_changed)",
+        "        if not continues_here or is_cut",
+        WANDB + "[given up, again-True]",
     ),
     (
         PPO,
-        "        if to_archive or not continues_here or (",
-        "        if to_archive or (",
+        "        if not continues_here or (is_cut",
+        "        if (is_cut",
         WANDB + "[beside-False]",
     ),
     (
         PPO,
-        "        if to_archive or not continues_here or (",
-        "        if True or (",
+        "        if not continues_here or (is_cut",
+        "        if True or (is_cut",
         WANDB + "[newest-True]",
     ),
     # M3: critic warm-up

@@ -121,7 +121,7 @@ MUTANTS = [
         "ppo/ppo.py",
         "batch.response_lengths - 1] -= penalties",
         "batch.response_lengths - 1] -= 0 * penalties",
-        "tests/test_dense.py::test_token_rewards_add_up_by_hand",
+        "tests/test_dense.py::test_a_score_is_a_reward_of_the_last_token",
     ),
     (
         "ppo/ppo.py",

@@ -12,7 +12,7 @@ MUTANTS = [
     (CONSTANTS, '        if target.id.startswith("_"):\n', "        if False:\n", HAS_ALL),
     (CONSTANTS, "        if len(set(texts)) > 1:\n", "        if False:\n", HAS_ALL),
     (CONSTANTS, ".setdefault((name, meaning), {})", '.setdefault((name, ""), {})', HAS_ALL),
-    (CONSTANTS, "    while index > 0 and ", "    while index > 1 and ", HAS_ALL),
+    (CONSTANTS, "    while index > 0 and ", "    if index > 0 and ", IS_NEW),
     (CONSTANTS, "text) if starts_section else text", "text) if False else text", IS_NEW),
     ("docs/constants.md", "| `GROUP_SIZE` | `8` |", "| `GROUP_SIZE` | `9` |", IS_NEW),
     (

@@ -1118,8 +1118,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "progress = (steps_done - warmup) / max(1, total - warmup)",
-        "progress = steps_done / max(1, total)",
+        "done = (steps_done - warmup) / max(1, total - warmup)",
+        "done = steps_done / max(1, total)",
         "tests/test_icl.py::test_the_rate_warms_up_and_then_follows_its_schedule",
     ),
 ]

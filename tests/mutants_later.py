@@ -39,11 +39,18 @@ MUTANTS = [
         "    EVAL_DATASETS MAX_EVAL_PROMPTS",
         SCORES + "[grpo]",
     ),
+    # what ends a run
+    (
+        PPO,
+        "if broadcast_from_rank0(folder.exists) and not self.is_stopped:",
+        "if broadcast_from_rank0(folder.exists):",
+        "tests/test_run.py::test_a_run_that_is_stopped_after_its_checkpoint_stays_stopped",
+    ),
     # evaluations
     (PPO, "        globals().update(before)", "        pass", CONSTANTS + "[ppo]"),
     (RCE, "@keeping_constants()\n", "", CONSTANTS + "[rce]"),
     (GRPO, "if all(written.get(key) == value", "if any(written.get(key) == value", KEPT + "[grpo]"),
-    (PPO, "        number += 1\n        path = ", "        path = ", KEPT + "[ppo]"),
+    (PPO, "        number += 1\n        path = ", "        number += 2\n        path = ", KEPT + "[ppo]"),
     (
         GRPO,
         "    trainer.run.lock.release(force=True)\n    return figures",

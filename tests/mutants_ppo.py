@@ -428,8 +428,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        'load_trained(\n            self.run, "critic", critic_class, critic_path, "CRITIC_MODEL", new_head=True\n        )',
-        'load_model(critic_class, critic_path, "CRITIC_MODEL", self.device, True)',
+        'self.run, "critic", AutoModelForTokenClassification, critic_path, "CRITIC_MODEL", new_head=True\n',
+        'SimpleNamespace(checkpoint=None), "critic", AutoModelForTokenClassification, critic_path, "CRITIC_MODEL", new_head=True\n',
         "tests/test_run.py::test_the_second_step_of_a_resumed_run_is_that_of_the_unbroken_one",
     ),
     (

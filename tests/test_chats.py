@@ -111,6 +111,7 @@ def test_nulls_that_parquet_puts_into_records_are_taken_out_again(tmp_path):
         [{"role": "user", "content": [{"type": "image"}]}],
         [USER, {"role": "user"}],
         [{"role": "user"}, USER],
+        [{"content": "Tom"}],
         [USER, {"role": "assistant", "content": "x"}],
     ],
 )

@@ -31,6 +31,7 @@ def notes(started, path, *words):
 
 def test_a_run_of_the_shipped_model_and_data_has_no_note(started, path, tmp_path):
     assert notes(started, path, f"OUTPUT_DIR={tmp_path / 'run'}") == ""
+    assert load_script(path).unsuited_constants() == [], "with the default constants"
 
 
 def test_what_lies_in_the_repositorys_data_is_shipped(ppo, tmp_path, monkeypatch):

@@ -2858,7 +2858,7 @@ def test_a_run_killed_while_mining_and_in_both_stages_equals_an_unbroken_one(wor
     whole = toy(world, tmp_path / "whole", **options)
     whole.ICLTrainer().train()
     mined = []
-    for stop in ("mine 2", "step 5", "step 10", None):
+    for stop in ("mine 2", "step 5", "step 10", "step 11", None):
         script = toy(world, tmp_path / "broken", **options)
         trainer = script.ICLTrainer()
         mine, update = trainer.miner.mine, trainer.update

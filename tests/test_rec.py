@@ -641,7 +641,7 @@ def test_the_schedule_of_each_stage_is_its_own_and_runs_over_its_own_steps(rec):
         WARMUP_STEPS=2,
         MAX_STEPS=4,
         SFT_LR_SCHEDULER_TYPE="linear",
-        SFT_WARMUP=0.25,
+        SFT_WARMUP=0.3,
         SFT_EPOCHS=3,
         SFT_BATCH_SIZE=20,
         SFT_LEARNING_RATE=1e-2,
@@ -649,7 +649,7 @@ def test_the_schedule_of_each_stage_is_its_own_and_runs_over_its_own_steps(rec):
     )
     rates, asked = rates_of(module)
     assert asked == [20, 20, 8] * 3
-    wanted = [1e-2 * x for x in [1 / 2, 1, *(1 - n / 7 for n in range(7))]]  # a quarter of nine: two steps
+    wanted = [1e-2 * x for x in [1 / 3, 2 / 3, 1, *(1 - n / 6 for n in range(6))]]  # 0.3 of nine: three steps
     assert rates == pytest.approx(wanted + [1e-3 * x for x in (1 / 2, 1, 1, 1 / 2)])
 
 

@@ -99,6 +99,8 @@ def test_final_answer_reads_what_is_stated_and_nothing_else(text, answer):
         ("10 a.m.", "10", True),
         ("10 a.m.", "10 am", True),
         ("3√2", "3", False),
+        ("4√x", "4", False),
+        ("3 times π", "3", False),
         ("2²", "2", False),
         ("2π", "2", False),
         ("5km", "5", True),

@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -1923,7 +1924,8 @@ def test_a_field_of_the_state_that_could_not_be_resumed_is_named(ppo, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "where, same_run", [("beside", False), ("given up", False), ("cut", False), ("newest", True)]
+    "where, same_run",
+    [("beside", False), ("given up", False), ("given up, again", True), ("cut", False), ("newest", True)],
 )
 def test_a_run_that_goes_on_elsewhere_has_its_own_wandb_run(ppo, tmp_path, monkeypatch, where, same_run):
     begun = []
@@ -1932,10 +1934,12 @@ def test_a_run_that_goes_on_elsewhere_has_its_own_wandb_run(ppo, tmp_path, monke
         begun.append(id)
         return SimpleNamespace(id=id or f"run {len(begun)}", log=lambda *_, **__: None, finish=lambda: None)
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    spec = ModuleSpec("wandb", None)  # accelerate asks for it
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, __spec__=spec))
     constants = {"USE_WANDB": True, "SAVE_EVERY_N_STEPS": 1, "EVAL_DATASETS": []}
-    ppo(MAX_STEPS=2, **constants).PPOTrainer().train()
-    resume = "step_1" if where == "given up" else "step_2"
+    first = 3 if where == "given up, again" else 2  # the same constants give the same steps again
+    ppo(MAX_STEPS=first, **constants).PPOTrainer().train()
+    resume = "step_1" if where.startswith("given up") else "step_2"
     if where == "cut":  # it went on after its last checkpoint, and its constants are others now
         with open(tmp_path / "run/logs/metrics.jsonl", "a") as file:
             file.write('{"phase": "train", "step": 3}\n')
@@ -1949,6 +1953,25 @@ def test_a_run_that_goes_on_elsewhere_has_its_own_wandb_run(ppo, tmp_path, monke
         trainer = ppo(**{**constants, "RESUME": "yes", "MAX_STEPS": 4}).PPOTrainer()
         trainer.train()
         assert trainer.run.step == 4 and begun[2:] == ["run 2"]  # and keeps it
+
+
+def test_a_run_that_is_stopped_after_its_checkpoint_stays_stopped(ppo):
+    trainer = ppo(MAX_STEPS=3, SAVE_EVERY_N_STEPS=1).PPOTrainer()
+    save = trainer.run.save
+
+    def save_then_stop():
+        save()
+        trainer.run.is_stopped = True
+
+    trainer.run.save = save_then_stop
+    trainer.train()
+    assert trainer.run.step == 1
+    again = ppo(MAX_STEPS=3, SAVE_EVERY_N_STEPS=1, RESUME="yes").PPOTrainer()
+    again.train()
+    assert again.run.step == 1
+    again.run.is_stopped = False
+    again.train()
+    assert again.run.step == 3
 
 
 @pytest.fixture(scope="module")
