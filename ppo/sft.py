@@ -564,7 +564,7 @@ def sample_answers(model, tokenizer, prompts, greedy):
     """Returns one answer, a text, to each prompt, a list of ids, by transformers' generate() without any
     filter. Sampling has random numbers of its own, so that evaluating never changes the training."""
     pad_id = padding_id(model, tokenizer)
-    settings = {"max_new_tokens": MAX_NEW_TOKENS, "pad_token_id": pad_id, "repetition_penalty": 1.0}
+    settings = {"max_new_tokens": MAX_NEW_TOKENS, "pad_token_id": pad_id}
     settings["eos_token_id"] = ids_of_ends(model, tokenizer).tolist()
     if not greedy:
         settings |= {"temperature": TEMPERATURE, "top_k": 0, "top_p": 1.0}

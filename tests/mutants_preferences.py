@@ -83,7 +83,7 @@ MUTANTS = [
         RM_STEP,
     ),
     (RM, "gradients.backward(self.model, losses.sum() / len(rows))", "pass", RM_STEP),
-    (RM, 'last = [[len(answer["input_ids"]) - 1]', "last = [[ids.shape[1] - 1]", SEPARATE + "[reward_model]"),
+    (RM, 'last = [[len(answer["input_ids"]) - 1]', "last = [[ids.shape[1] - 1]", RM_STEP),
     (
         RM,
         '        margins = to_device(column(rows, "margin"), chosen.device)',
@@ -268,7 +268,8 @@ MUTANTS = [
         "inputs = dict(tokenizer(as_text(response), as_text(prompt)))",
         HERE + "an_encoder_is_trained_as_ppo_reads_it",
     ),
-    (SFT, '"repetition_penalty": 1.0}', "}", SAMPLED),
+    (SFT, "            model.generation_config = GenerationConfig()\n", "", SAMPLED),
+    (SFT, '"top_k": 0, ', "", SAMPLED),
     (SFT, 'settings |= {"temperature": TEMPERATURE, "top_k": 0, "top_p": 1.0}', "settings |= {}", SAMPLED),
     (SFT, "with autocast(model), torch.random.fork_rng():", "with autocast(model):", SAMPLED),
     (
@@ -324,7 +325,7 @@ MUTANTS = [
         "self.read_pairs = self.pair_scores",
         JOINED + "[reward_model]",
     ),
-    (RM, "last = [(len(first) - 1, places[-1])", "last = [(len(first) - 1, -1)", RM_STEP),
+    (RM, "last = [(len(first) - 1, places[-1])", "last = [(len(first) - 1, -1)", JOINED + "[reward_model]"),
     (
         DPO,
         "(i, rejected_places[i][t - 1], answer",

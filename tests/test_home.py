@@ -408,7 +408,14 @@ def test_an_evaluation_from_python_leaves_the_folder_to_other_programs(each, tmp
     module, trainer_class = each(
         EVALUATE_POLICY=str(TINY / "policy"), EVALUATE_SAMPLES=1, MAX_EVAL_PROMPTS=2, MAX_NEW_TOKENS=4
     )
-    module.evaluate_policy(trainer_class)
+    trainers = []
+
+    class Kept(trainer_class):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            trainers.append(self)  # else its lock would end with it
+
+    module.evaluate_policy(Kept)
     other = module.filelock.FileLock(tmp_path / "run/.lock")  # as another process would take it
     other.acquire(blocking=False)
     other.release()

@@ -694,7 +694,7 @@ def test_an_adapter_is_trained_resumed_and_merged_into_best(path, tmp_path):
     assert not any("lora" in name or "modules_to_save" in name for name in names)
 
 
-def test_sampled_answers_use_no_filter_and_draw_nothing_from_the_training(tmp_path):
+def test_sampled_answers_use_no_filter_and_draw_nothing_from_the_training(tmp_path, monkeypatch):
     trainer = make(SFT, tmp_path)
     trainer.actor.generation_config.update(top_k=1, repetition_penalty=5.0, temperature=0.1)
     torch.rand(1)  # so that the state is that of no seed
@@ -707,6 +707,12 @@ def test_sampled_answers_use_no_filter_and_draw_nothing_from_the_training(tmp_pa
     ppo = load_script("ppo/ppo.py", MAX_NEW_TOKENS=64)
     want = ppo.respond(trainer.actor, trainer.tokenizer, prompts[:1], None).responses
     assert greedy[:1] == want  # prompts, ends and decoding are ppo.py's
+    monkeypatch.setattr(sft, "TEMPERATURE", 0.001)
+    assert sft.sample_answers(trainer.actor, trainer.tokenizer, prompts, False) == greedy
+    # At a temperature at which all 82 tokens are alike, more than the likeliest 50 are sampled
+    monkeypatch.setattr(sft, "TEMPERATURE", 1e6)
+    monkeypatch.setattr(sft, "MAX_NEW_TOKENS", 1)
+    assert len(set(sft.sample_answers(trainer.actor, trainer.tokenizer, prompts[:1] * 600, False))) > 60
 
 
 def test_the_held_out_accuracy_counts_correct_answers(tmp_path, monkeypatch):

@@ -112,12 +112,13 @@ def test_a_step_and_the_worst_or_best_can_be_asked_for(show, tmp_path):
     assert len(responses(show(run))) == 31
 
 
-def test_samples_without_a_reward_are_not_ordered_by_it(show, tmp_path):
+def test_samples_without_a_reward_are_not_ordered_by_it(show, tmp_path, capsys):
     run = write(tmp_path / "run", {"step": 1, "query": "one\ntwo", "loss": 0.5})
     assert show(run) == "step 1  loss 0.500\nquery\n    one\n    two\n\n"
     main = load_script("tools/show.py").main
     with pytest.raises(SystemExit, match="2"):
         main(str(run), "BY=worst")
+    assert "have no reward: leave BY out" in capsys.readouterr().err
 
 
 def test_escapes_are_printed_safely_and_colours_at_a_terminal_alone(show, tmp_path, monkeypatch):
