@@ -6,8 +6,9 @@
 base is the policy before training; KEY=VALUE sets ppo.py's constants.
 
 From each checkpoint the policy answers the prompts of one training step. At PLACES random tokens of each
-response it starts again, CONTINUATIONS times, from the response so far; the mean of their scores is an
-estimate of the expected return at that token. With R a response's score, E that mean, V the critic's value:
+response it starts again, CONTINUATIONS times, from the response so far, up to MAX_NEW_TOKENS in total. The
+mean of their scores is an estimate of the expected return at that token. With R a response's score, E that
+mean, V the critic's value:
 
     possible  1 - Var(R - E) / Var(R), corrected for the variance of a mean of so few continuations: the most
               that a critic which sees the prompt and the response so far can explain
@@ -52,6 +53,13 @@ def trainer_of(ppo, checkpoint):
     return trainer
 
 
+def joined(starts, continuations, longest, end_ids):
+    """Returns each start with its continuation, lists of ids, cut to `longest` ids, and whether each is
+    truncated: its last id is no end."""
+    whole = [(start + more)[:longest] for start, more in zip(starts, continuations)]
+    return whole, [ids[-1] not in end_ids for ids in whole]
+
+
 def expected_scores(ppo, trainer, batch, rows, tokens):
     """The mean score of CONTINUATIONS continuations of each response from its token on, and their
     variance."""
@@ -62,7 +70,10 @@ def expected_scores(ppo, trainer, batch, rows, tokens):
         kept += [response[:token]] * CONTINUATIONS
     uniform = torch.rand(len(kept), ppo.MAX_NEW_TOKENS)
     found = ppo.respond(trainer.actor, trainer.tokenizer, prefixes, uniform, CONTINUATIONS)
-    whole = [start + sequence[1] for start, sequence in zip(kept, found.sequences)]
+    end_ids = set(ppo.ids_of_ends(trainer.actor, trainer.tokenizer).tolist())
+    continuations = [response for _, response, _ in found.sequences]
+    whole, truncated = joined(kept, continuations, ppo.MAX_NEW_TOKENS, end_ids)
+    found.truncated = torch.tensor(truncated, device=trainer.device)
     found.responses = trainer.tokenizer.batch_decode(whole, skip_special_tokens=True)
     found.columns = {"response_ids": whole}
     found.rows = ppo.repeat_each([batch.rows[row] for row in rows], CONTINUATIONS)

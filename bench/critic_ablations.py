@@ -19,9 +19,9 @@ The values that compute_advantages() reads are, by baseline:
     zero     0
     group    the mean score of the prompt's responses, at each token
     batch    the mean score of the step's responses, at each token
-The last four make neither passes nor optimizer steps of a critic's model. Everything else is equal: responses
-per step, GAE, whitening, clipping. Printed: sampled accuracy at each evaluation, and the seconds of processor
-time per step until then, without evaluations.
+The last four make no passes through a critic's model, and all its weights are frozen but those of its last
+layer, `score`. Everything else is equal: responses per step, GAE, whitening, clipping. Printed: sampled
+accuracy at each evaluation, and the seconds of processor time per step until then, without evaluations.
 """
 
 import json
@@ -131,7 +131,11 @@ def run_one(task, baseline, seed, words):
         ppo.apply_overrides(words)
         if baseline not in ("critic", "fit"):
             ppo.VALUE_FIT_DECAY = None
-        trainer_class(ppo, task, baseline, seconds)().train()
+        trainer = trainer_class(ppo, task, baseline, seconds)()
+        if baseline not in ("critic", "network"):
+            for name, parameter in trainer.critic.named_parameters():
+                parameter.requires_grad_(name.startswith("score"))
+        trainer.train()
         records = [json.loads(line) for line in open(f"{folder}/run/logs/metrics.jsonl")]
     found, spent = [], 0.0
     trained = {r["step"]: r for r in records if r["phase"] == "train"}

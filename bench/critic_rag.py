@@ -9,8 +9,9 @@ reward of the policy's actions. With R the reward of the action that was sampled
     possible  Var(E) / Var(R)           the most that a critic which sees the question can explain
     ours      1 - Var(R - V) / Var(R)   explained_variance in metrics.jsonl
 
-Both are printed every 25 steps. Then come the test rewards of whole runs by baseline: the critic's value; 0;
-the mean reward of the step; and E itself, which no run could know. The advantages are whitened in each.
+Both are printed every 25 steps. Then come the rewards of the last evaluation of whole runs, on the validation
+questions, by baseline: the critic's value; 0; the mean reward of the step; and E itself, which no run could
+know. The advantages are whitened in each.
 """
 
 import importlib.util
@@ -34,7 +35,7 @@ def load_module(words):
 
 
 def one_run(baseline, seed, words):
-    """Returns [(step, possible, ours)] and the test reward of the policy kept."""
+    """Returns [(step, possible, ours)] and the metrics of the last evaluation on the validation questions."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         rag = load_module([f"SEED={seed}", f"OUTPUT_DIR={folder}/run", "RESUME=no", *words])

@@ -1,4 +1,4 @@
-"""PPO from random weights: a reward at the end of the response against a reward a token.
+"""PPO from random weights: a reward at the end of the response against one reward per token.
 
     python bench/dense_rewards.py [seed ...] [form ...] [KEY=VALUE ...]    # default: 1 2 3, all forms
 
@@ -6,7 +6,7 @@ The prompt is a digit, which the response must repeat LENGTH times. The policy i
 knows nothing, among 82 tokens. Three forms of compute_rewards, everything else equal:
     exact   1 where the whole response is right, else 0: a chance of 82 ** -LENGTH
     share   the share of the tokens that are right, at the end
-    tokens  the same number, but each token gets its own part of it: a list a response
+    tokens  the same number, but each token gets its own part of it: one list per response
 Printed for each seed, by step: the share of right tokens in greedy responses to the ten digits, and, after a
 slash, of responses right as a whole.
 """

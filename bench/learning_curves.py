@@ -4,7 +4,8 @@
     python bench/learning_curves.py grpo/grpo.py 1 2 3 recipe=maxrl show=entropy,kl
 
 recipe=NAME: with that recipe of docs/change-the-algorithm.md; show=...: these metrics too, of evaluations or
-of the training step before. Steps that not all seeds have evaluated are left out.
+of the training step before. Steps that not all seeds have evaluated are left out, and those for which not all
+have the metric.
 """
 
 import json
@@ -67,11 +68,11 @@ def run_seed(script, seed, overrides, folder):
 
 
 def main():
-    if len(sys.argv) < 3:
-        sys.exit(__doc__)
-    script, *words = sys.argv[1:]
-    script = ROOT / script
+    words = sys.argv[2:]
     seeds = [word for word in words if word.isdecimal()]
+    if not seeds:
+        sys.exit(__doc__)
+    script = ROOT / sys.argv[1]
     options = dict(word.split("=", 1) for word in words if word.startswith(("recipe=", "show=")))
     overrides = [word for word in words if word.startswith("@") or word.partition("=")[0].isupper()]
     out = Path(tempfile.mkdtemp(prefix="learning_curves_"))
@@ -86,7 +87,7 @@ def main():
         print(f"\n{key:>18}  {names}    mean  (least to most)")
         for step in steps:
             values = [found[step][key] for found in evaluations if found[step].get(key) is not None]
-            if not values:
+            if len(values) < len(seeds):
                 continue
             each = "  ".join(f"{value:6.3f}" for value in values)
             spread = f"{statistics.mean(values):6.3f}  ({min(values):.3f} to {max(values):.3f})"

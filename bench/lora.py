@@ -40,7 +40,8 @@ def megabytes(tensors):
 def measure(script, model, side):
     """One run: what its weights and optimizers take, and the CPU seconds of its steps."""
     module = speed.load(speed.trainer_file(script))
-    for key, value in {**WORK, **SIDES[side], "ACTOR_MODEL": model, "OUTPUT_DIR": tempfile.mkdtemp()}.items():
+    folder = tempfile.TemporaryDirectory()
+    for key, value in {**WORK, **SIDES[side], "ACTOR_MODEL": model, "OUTPUT_DIR": folder.name}.items():
         setattr(module, key, value)
     trainer = getattr(module, f"{script.upper()}Trainer")()
     stamps = []
@@ -52,6 +53,7 @@ def measure(script, model, side):
 
     trainer.record = record_and_stamp
     trainer.train()
+    folder.cleanup()
     models = {id(m): m for m in (*trainer.models.values(), trainer.reference)}.values()
     parameters = [p for m in models for p in m.parameters()]
     states = [x for o in trainer.optimizers.values() for state in o.state.values() for x in state.values()]
@@ -65,23 +67,28 @@ def measure(script, model, side):
 
 
 def main(rounds):
-    folder = tempfile.mkdtemp()
-    speed.random_model(folder, "20M")
-    for script in ("grpo", "ppo"):
-        found = {side: [] for side in SIDES}
-        for _ in range(rounds):
-            for side in SIDES:
-                words = [sys.executable, __file__, script, folder, side]
-                done = subprocess.run(words, capture_output=True, text=True)
-                if done.returncode:
-                    sys.exit(done.stderr)
-                found[side].append(json.loads(done.stdout.splitlines()[-1]))
-        print(f"\n{script}, {rounds} rounds of {STEPS} steps\n")
-        speed.table_head("", *SIDES, "rank 8 / whole")
-        for key in found["whole"][0]:
-            medians = [speed.shown(statistics.median(r[key] for r in found[side])) for side in SIDES]
-            ratios = [b[key] / a[key] for a, b in zip(*found.values())]
-            speed.table_row(key, *medians, f"{statistics.median(ratios):.2f}")
+    with tempfile.TemporaryDirectory() as folder:
+        speed.random_model(folder, "20M")
+        for script in ("grpo", "ppo"):
+            compare(script, folder, rounds)
+
+
+def compare(script, model, rounds):
+    """Prints the table of one trainer."""
+    found = {side: [] for side in SIDES}
+    for _ in range(rounds):
+        for side in SIDES:
+            words = [sys.executable, __file__, script, model, side]
+            done = subprocess.run(words, capture_output=True, text=True)
+            if done.returncode:
+                sys.exit(done.stderr)
+            found[side].append(json.loads(done.stdout.splitlines()[-1]))
+    print(f"\n{script}, {rounds} rounds of {STEPS} steps\n")
+    speed.table_head("", *SIDES, "rank 8 / whole")
+    for key in found["whole"][0]:
+        medians = [speed.shown(statistics.median(r[key] for r in found[side])) for side in SIDES]
+        ratios = [b[key] / a[key] for a, b in zip(*found.values())]
+        speed.table_row(key, *medians, f"{statistics.median(ratios):.2f}")
 
 
 if __name__ == "__main__":

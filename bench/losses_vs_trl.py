@@ -19,6 +19,7 @@ HIGH = 0.3  # CLIP_RANGE_HIGH
 LENGTH = 20  # MAX_NEW_TOKENS
 ROWS = 8  # of the optimizer step
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: both sides compute on the CPU
 
 
 def load_script(path):

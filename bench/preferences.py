@@ -5,6 +5,10 @@ score of each method, and draws them as checkpoints/preferences/preferences.png.
 per seed; a run that is there is not repeated.
 
     python bench/preferences.py 1 2 3
+
+DPO's KL is measured on samples of the policy itself, on the 200 held-out problems. PPO's KL is the one that
+the last training step before the evaluation logs: that of the policy before the step's update, on the step's
+training prompts.
 """
 
 import json
@@ -14,6 +18,7 @@ import sys
 from pathlib import Path
 
 import torch
+from kept import run_once
 from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -104,11 +109,12 @@ def measure(policy, seed, num_samples):
     return results
 
 
-def measured(name, policy, seed, num_samples):
-    """Returns measure(), as tensors, from the file OUT/name.json if it is there."""
-    file = OUT / f"{name}.json"
+def measured(folder, policy, seed, num_samples):
+    """Returns measure() of a policy of a run, best or step_N, as tensors. It is kept in the run's folder, so
+    that it goes when the run does."""
+    file = OUT / folder / f"samples_{policy}.json"
     if not file.exists():
-        file.write_text(json.dumps(measure(policy, seed, num_samples)))
+        file.write_text(json.dumps(measure(OUT / folder / policy / "policy", seed, num_samples)))
     return {key: torch.tensor(values) for key, values in json.loads(file.read_text()).items()}
 
 
@@ -127,14 +133,13 @@ def best_of(samples, n):
 
 def curves(seed):
     """Returns {method: points {"kl", "accuracy", "score"}} of a seed; scores less that of the SFT policy."""
-    sft = measured(f"samples_sft_{seed}", OUT / f"sft_{seed}/best/policy", seed, NUM_SAMPLES)
+    sft = measured(f"sft_{seed}", "best", seed, NUM_SAMPLES)
     start = best_of(sft, 1)
     found = {"best of n = 1, 2, ... 16": [best_of(sft, 2**i) for i in range(5)]}
     for beta in BETAS:
         points = [start]
         for step in DPO_STEPS:
-            name = f"sft_dpo_{beta}_{seed}"
-            samples = measured(f"samples_{name}_{step}", OUT / name / f"step_{step}/policy", seed, 4)
+            samples = measured(f"sft_dpo_{beta}_{seed}", f"step_{step}", seed, 4)
             point = {"kl": samples["log_ratio"].mean().item(), "accuracy": samples["accuracy"].mean().item()}
             points.append({**point, "score": samples["score"].mean().item()})
         found[f"DPO, BETA = {beta}"] = points
@@ -177,9 +182,8 @@ def draw(by_seed):
 def main(seeds):
     for seed in seeds:
         for folder, words in runs_of(seed).items():
-            if not (OUT / folder / "best").exists():
-                command = [sys.executable, *words, f"SEED={seed}", f"OUTPUT_DIR={OUT / folder}", "RESUME=no"]
-                subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+            command = [sys.executable, *words, f"SEED={seed}"]
+            run_once(command, OUT / folder, cwd=ROOT, stdout=subprocess.DEVNULL)
             for record in evaluations(folder):
                 figures = {
                     key: x for key, x in record.items() if isinstance(x, float) and "second" not in key

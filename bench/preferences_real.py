@@ -12,20 +12,20 @@ A pair is a right and a wrong solution to one problem, one pair per problem; 500
 held out. Beside the reward model stand the rules that a model must beat, fitted on the same training pairs:
 the longer or the shorter solution, and a logistic regression on counts of words and pairs of words.
 
-Data and runs go to checkpoints/preferences_real; a run that is there is not repeated. SEED=2 as a second word
-sets the seed.
+Data and runs go to checkpoints/preferences_real, each with the seed in its name; a run that is there is not
+repeated. SEED=2 as a second word sets the seed.
 """
 
 import itertools
 import json
 import random
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import torch
+from kept import run_once
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "checkpoints/preferences_real"
@@ -49,13 +49,11 @@ def data_set(path, **columns):
 
 
 def run(folder, *words):
-    """Runs a trainer, unless its folder holds a finished run, and prints its evaluations."""
-    if not (OUT / folder / "best").exists():
-        command = [sys.executable, *words, f"OUTPUT_DIR={OUT / folder}", "RESUME=no", "SAVE_EVERY_N_STEPS=0"]
-        subprocess.run(command, cwd=ROOT, check=True)
+    """Runs a trainer, unless its folder is there, and prints its evaluations."""
+    run_once([sys.executable, *words, "SAVE_EVERY_N_STEPS=0"], OUT / folder, cwd=ROOT)
     for record in evaluations(folder):
         figures = [f"{key} {x:.3f}" for key, x in record.items() if isinstance(x, float)]
-        print(f"{folder:10} step {record['step']:3}  " + "  ".join(figures), flush=True)
+        print(f"{folder:12} step {record['step']:3}  " + "  ".join(figures), flush=True)
 
 
 def evaluations(folder):
@@ -66,23 +64,28 @@ def evaluations(folder):
 # ---------------------------------------------------------------- sums
 
 
-def sums(seed):
+def sum_rows(seed):
+    """Returns {part: rows}: demonstrations, held-out rows, prompts of PPO and pairs. No x + y occurs twice,
+    but 12 + 34 and 34 + 12 may both occur."""
     rng = random.Random(seed)
-    cases = [(form, x, y) for form in QUESTIONS for x in range(10, 100) for y in range(2, 50)]
+    cases = [(rng.choice(QUESTIONS), x, y) for x in range(10, 100) for y in range(2, 50)]
     rng.shuffle(cases)
     rows = []
     for form, x, y in cases[:1744]:
         right, wrong = (f"{x} + {y} = {x + y + slip}." for slip in (0, rng.choice(SLIPS)))
         prompt = form.format(x=x, y=y)
         rows.append({"prompt": prompt, "chosen": right, "rejected": wrong, "answer": str(x + y)})
-    # demonstrations, pairs, prompts of PPO and held-out rows share no sum
-    parts = {"demos": rows[:320], "held_out": rows[320:384], "prompts": rows[384:784], "pairs": rows[784:]}
-    paths = {name: write(f"sums_{name}.jsonl", part) for name, part in parts.items()}
+    return {"demos": rows[:320], "held_out": rows[320:384], "prompts": rows[384:784], "pairs": rows[784:]}
+
+
+def sums(seed):
+    parts = sum_rows(seed)
+    paths = {name: write(f"sums_{name}_{seed}.jsonl", part) for name, part in parts.items()}
     pair = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
     common = [f"SEED={seed}", f"DTYPE={DTYPE}", "EVAL_EVERY_N_STEPS=20"]
     answered = ["ACCURACY_FUNCTION=last_number", "MAX_NEW_TOKENS=20", "MAX_EVAL_PROMPTS=64"]
     run(
-        "sums_sft",
+        f"sums_sft_{seed}",
         "ppo/sft.py",
         *common,
         *answered,
@@ -94,9 +97,9 @@ def sums(seed):
         "NUM_EPOCHS=1",
         "LEARNING_RATE=1e-5",
     )
-    policy = OUT / "sums_sft/best/policy"
+    policy = OUT / f"sums_sft_{seed}/best/policy"
     run(
-        "sums_rm",
+        f"sums_rm_{seed}",
         "ppo/reward_model.py",
         *common,
         f"BASE_MODEL={policy}",
@@ -107,14 +110,14 @@ def sums(seed):
         "NUM_EPOCHS=1",
         "LEARNING_RATE=5e-5",
     )
-    if evaluations("sums_rm")[-1]["accuracy_low"] > 0.5:
+    if evaluations(f"sums_rm_{seed}")[-1]["accuracy_low"] > 0.5:
         run(
-            "sums_ppo",
+            f"sums_ppo_{seed}",
             "ppo/ppo.py",
             *common,
             *answered,
             f"ACTOR_MODEL={policy}",
-            f"REWARD_MODEL={OUT / 'sums_rm/best/reward_model'}",
+            f"REWARD_MODEL={OUT / f'sums_rm_{seed}/best/reward_model'}",
             "REWARD_FUNCTIONS=[]",
             "REWARD_MODEL_WEIGHT=1.0",
             "KL_COEF=0.1",
@@ -130,10 +133,10 @@ def sums(seed):
             "MAX_STEPS=10",
         )
     else:
-        print("sums_ppo   left out: the reward model's interval reaches chance", flush=True)
+        print(f"sums_ppo_{seed} left out: the reward model's interval reaches chance", flush=True)
     print_logprob_rule(policy, parts["held_out"])
     run(
-        "sums_dpo",
+        f"sums_dpo_{seed}",
         "rce/dpo.py",
         *common,
         "ACCURACY_FUNCTION=last_number",
@@ -234,6 +237,9 @@ def print_baselines(train, held_out):
 
 
 def gsm8k(seed):
+    if not GSM8K.exists():
+        source = "grade_school_math/data of github.com/openai/grade-school-math"
+        sys.exit(f"{GSM8K} is missing: take {GSM8K.name} from {source}")
     train, held_out = gsm8k_pairs(seed)
     print(f"{len(train)} training pairs of {TRAIN_PROBLEMS} problems", flush=True)
     print_baselines(train, held_out)
@@ -242,8 +248,8 @@ def gsm8k(seed):
         f"gsm8k_{seed}",
         "ppo/reward_model.py",
         f"BASE_MODEL={MINILM}",
-        f"TRAIN_DATASETS={data_set(write('gsm8k_train.jsonl', train), **pair)}",
-        f"EVAL_DATASETS={data_set(write('gsm8k_test.jsonl', held_out), **pair)}",
+        f"TRAIN_DATASETS={data_set(write(f'gsm8k_train_{seed}.jsonl', train), **pair)}",
+        f"EVAL_DATASETS={data_set(write(f'gsm8k_test_{seed}.jsonl', held_out), **pair)}",
         f"SEED={seed}",
         f"DTYPE={DTYPE}",
         "MAX_TOKENS=256",

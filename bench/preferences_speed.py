@@ -1,7 +1,7 @@
 """One optimizer step of ppo/sft.py, ppo/reward_model.py and rce/dpo.py against trl 1.16.0's SFTTrainer,
-RewardTrainer and DPOTrainer: the same rows of data/tiny, the same batches, float32, no recomputed
-activations, one thread. Each figure comes from a process of its own, forked after the imports; the sides
-alternate. Needs trl, in an environment of its own:
+RewardTrainer and DPOTrainer: the same rows of data/tiny, batches of the same size, float32, no recomputed
+activations, one thread of the CPU. Each figure comes from a process of its own, forked after the imports; the
+sides alternate. Needs trl, in an environment of its own:
 
     python -m venv .venv-trl
     .venv-trl/bin/pip install -r bench/requirements-trl.txt
@@ -65,7 +65,8 @@ def ours(stage, model, size, steps):
     stamps = Stamps()
     settings = {"BATCH_SIZE": size, "GRADIENT_ACCUMULATION_STEPS": ACCUMULATION, "MAX_STEPS": WARM_UP + steps}
     settings |= {"EVAL_DATASETS": [], "SAVE_EVERY_N_STEPS": 0, "RESUME": "no", "LEARNING_RATE": 1e-5}
-    settings |= {"OUTPUT_DIR": tempfile.mkdtemp(), "NUM_EPOCHS": 10}
+    folder = tempfile.TemporaryDirectory()
+    settings |= {"OUTPUT_DIR": folder.name, "NUM_EPOCHS": 10}
     settings["BASE_MODEL" if stage == "reward_model" else "ACTOR_MODEL"] = model
     limit = "MAX_TRAIN_PROMPTS" if stage == "sft" else "MAX_TRAIN_PAIRS"
     settings[limit] = size * ACCUMULATION * (WARM_UP + steps)
@@ -92,6 +93,7 @@ def ours(stage, model, size, steps):
 
     trainer.record = record_and_stamp
     trainer.train()
+    folder.cleanup()
     return stamps.result(reference_seconds)
 
 
@@ -129,8 +131,9 @@ def trls(stage, model, size, steps):
         ),
         "dpo": (DPOConfig, DPOTrainer, AutoModelForCausalLM, {"beta": 0.1}),
     }[stage]
+    folder = tempfile.TemporaryDirectory()
     config = config_class(
-        output_dir=tempfile.mkdtemp(),
+        output_dir=folder.name,
         per_device_train_batch_size=size,
         gradient_accumulation_steps=ACCUMULATION,
         max_steps=WARM_UP + steps,
@@ -155,6 +158,7 @@ def trls(stage, model, size, steps):
         callbacks=[Stamp()],
     )
     trainer.train()
+    folder.cleanup()
     return stamps.result()
 
 
@@ -163,7 +167,7 @@ class Side:
 
     def __init__(self, name):
         command = [sys.executable, __file__, "serve", name]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
         self.process = subprocess.Popen(command, **pipes)
 

@@ -1,4 +1,4 @@
-"""Seconds a step and memory a process on one process and two, from one run on this machine:
+"""Seconds per step and memory per process, with one process and with two, from one run on this machine:
 
     python bench/processes.py                  # under 4 minutes on 2 idle cores
     python bench/processes.py --rounds 3       # each side three times, in turn: medians
@@ -7,9 +7,11 @@
 Every side is a fresh torchrun with OMP_NUM_THREADS=1. "tiny" is PPO on its default models, 32 prompts x 4
 responses a step; "20M" is GRPO on a Llama of 19.7 million random parameters with 32,768 ids, 8 prompts x 4
 responses of at most 40 tokens. "state" is what a process keeps of models (parameters), optimizers and, in the
-update, gradients and their float64 sums, counted from its tensors; "peak" is the whole process's greatest
-resident memory, the libraries' 0.5 GB, loading and saving included. Ratios compare sides of this one run.
-With --cpu times are those of the process that works most in each phase, without waiting for others.
+update, gradients, counted from its tensors. Where several processes add their gradients in the order of the
+micro-batches, each also holds the sums, which take as much memory as the gradients. "peak" is the whole
+process's greatest resident memory, the libraries' 0.5 GB, loading and saving included. Ratios compare sides
+of this one run. With --cpu times are those of the process that works most in each phase, without waiting for
+others.
 """
 
 import argparse
@@ -47,7 +49,7 @@ def bytes_of(tensors):
 
 
 def held_bytes(module, trainer):
-    """What this process keeps of models and optimizers, and of gradients in the update."""
+    """What this process keeps of models and optimizers, and of gradients and their sums in the update."""
     import torch
 
     models = [value for value in vars(trainer).values() if isinstance(value, torch.nn.Module)]
@@ -56,7 +58,7 @@ def held_bytes(module, trainer):
     states = [s for optimizer in trainer.run.optimizers.values() for s in optimizer.state.values()]
     gradients = bytes_of(trained)
     several = module.DETERMINISTIC_GRADIENTS and module.SHARD == "none" and module.world_size() > 1
-    sums = gradients if several else 0
+    sums = gradients if several else 0  # GradientSum.totals: of each parameter's own shape and type
     optimizers = bytes_of([x for state in states for x in state.values() if torch.is_tensor(x)])
     return bytes_of(parameters) + optimizers + gradients + sums
 
@@ -79,16 +81,16 @@ def worker(script, folder, cpu, constants):
     for key, value in constants.items():
         setattr(module, key, value)
     trainer = getattr(module, f"{script.upper()}Trainer")()
-    record = trainer.run.record
+    record = trainer.record
     times = []  # of each step: its phases
     stamps = []
 
-    def record_and_stamp(*args, **kwargs):
+    def record_and_stamp(batch, metrics):
         times.append({f"seconds/{phase}": value for phase, value in trainer.run.times.items()})
-        record(*args, **kwargs)
+        record(batch, metrics)
         stamps.append(module.time.perf_counter())
 
-    trainer.run.record = record_and_stamp
+    trainer.record = record_and_stamp
     trainer.train()
     found = {key: statistics.median(step.get(key, 0.0) for step in times[WARM_UP:]) for key in PHASES}
     counted = stamps[WARM_UP - 1 :]
@@ -158,6 +160,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         random_model(folder, "20M")
         work = {"BATCH_SIZE": 4, "GRADIENT_ACCUMULATION_STEPS": 2, "GROUP_SIZE": 4, "MAX_NEW_TOKENS": 40}
+        work["SKIP_FLAT_GROUPS"] = False  # a random model earns nothing: all groups are flat
         table("20M, GRPO, 32 responses a step", "grpo", {"ACTOR_MODEL": folder, **work}, *how)
     print(f"load {os.getloadavg()[0]:.1f} at the end")
 

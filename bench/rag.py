@@ -5,9 +5,10 @@
     python bench/rag.py sb3 1 2 3           # stable-baselines3's PPO on the same table, beside ours
     python bench/rag.py recall FILE ...     # BM25's recall on HotpotQA's files, titles counted once and twice
 
-sb3 needs `pip install -r bench/requirements-rag.txt`, best in an environment of its own. Words after the
-numbers are words for the run (MAX_STEPS=300). The rules (`rules` in ppo_rag.py) see the whole table of
-the training questions, every action's reward, of which PPO sees one action at a time.
+sb3 needs `pip install -r bench/requirements-rag.txt`, best in an environment of its own. After the numbers of
+splits, seeds and sb3 constants of ppo_rag.py may follow (MAX_STEPS=300). sb3's PPO keeps its own settings,
+but gets as many episodes as ours. The rules (`rules` in ppo_rag.py) see the whole table of the training
+questions, every action's reward, of which PPO sees one action at a time.
 """
 
 import importlib.util
@@ -23,24 +24,32 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "ppo/ppo_rag.py"
 
 
-def environment(table):
-    """One training question an episode, for Gymnasium: an action answers it, and the episode ends."""
+def network_inputs(trainer):
+    """Returns the observations as Policy.forward() in ppo_rag.py scales them for its network, (questions,
+    inputs)."""
+    policy = trainer.policy
+    return ((trainer.table.observations - policy.mean) / policy.scale).clamp(-5, 5)
+
+
+def environment(table, inputs):
+    """One training question per episode, for Gymnasium: an action answers it, and the episode ends. Its
+    observation is the question's row of inputs."""
     import gymnasium
     import numpy as np
 
     class RAGEnv(gymnasium.Env):
         action_space = gymnasium.spaces.Discrete(len(table.actions))
-        observation_space = gymnasium.spaces.Box(-np.inf, np.inf, table.observations.shape[1:], np.float32)
+        observation_space = gymnasium.spaces.Box(-np.inf, np.inf, inputs.shape[1:], np.float32)
 
         def reset(self, *, seed=None, options=None):
             super().reset(seed=seed)
             self.row = int(self.np_random.choice(table.splits["train"]))
-            return table.observations[self.row].numpy().copy(), {}
+            return inputs[self.row].numpy().copy(), {}
 
         def step(self, action):
             draw = int(self.np_random.integers(table.rewards.shape[2]))
             reward = table.rewards[self.row, action, draw].item()
-            return table.observations[self.row].numpy().copy(), reward, True, False, {}
+            return inputs[self.row].numpy().copy(), reward, True, False, {}
 
     return RAGEnv()
 
@@ -52,9 +61,10 @@ def load_module():
     return module
 
 
-def load_trainer(folder, **constants):
-    """The module and its trainer, with some constants set."""
+def load_trainer(folder, words, **constants):
+    """The module and its trainer, with the KEY=VALUE words and these constants set."""
     module = load_module()
+    module.apply_overrides(words)
     for key, value in {"OUTPUT_DIR": str(folder), "RESUME": "no", **constants}.items():
         setattr(module, key, value)
     return module, module.RAGTrainer()
@@ -67,10 +77,14 @@ def tested(folder, *words):
     return json.loads((Path(folder) / "eval_test.json").read_text())
 
 
+def split_words(words):
+    """Returns the numbers and the KEY=VALUE words."""
+    return [word for word in words if "=" not in word], [word for word in words if "=" in word]
+
+
 def compare(constant, words):
     """The default run for each value of a constant: test rewards beside the baselines', gains over rules."""
-    values = [word for word in words if "=" not in word]
-    others = [word for word in words if "=" in word]
+    values, others = split_words(words)
     out = Path(tempfile.mkdtemp(prefix="rag_"))
     results = []
     for value in values:
@@ -96,19 +110,22 @@ def seeds(words):
     compare("SEED", words)
 
 
-def sb3(numbers):
-    """Ours and sb3's on the same table, for as many episodes; mean greedy reward on the test questions."""
+def sb3(words):
+    """Ours and sb3's on the same table and the same inputs, for as many episodes; mean greedy reward on the
+    test questions."""
     import torch
     from stable_baselines3 import PPO
 
+    numbers, others = split_words(words)
     folder = Path(tempfile.mkdtemp(prefix="rag_sb3_"))
     settings = {
         "sb3, its defaults": {},
-        "sb3, the seed's": {"n_steps": 32, "batch_size": 32, "gamma": 0.95, "learning_rate": 3e-4},
+        "sb3, the source's settings": {"n_steps": 32, "batch_size": 32, "gamma": 0.95, "learning_rate": 3e-4},
     }
     found = {}
     for seed in numbers:
-        module, trainer = load_trainer(folder / seed, SEED=int(seed), EVAL_EVERY_N_STEPS=0)
+        module, trainer = load_trainer(folder / seed, others, SEED=int(seed), EVAL_EVERY_N_STEPS=0)
+        inputs = network_inputs(trainer)
         episodes = module.MAX_STEPS * module.N_STEPS
         rows = trainer.table.splits["test"]
         started = time.time()
@@ -119,11 +136,13 @@ def sb3(numbers):
         reward = trainer.measure(rows, trainer.choose(rows))["reward"]
         found.setdefault("ours", []).append((reward, time.time() - started))
         for name, options in settings.items():
-            model = PPO("MlpPolicy", environment(trainer.table), seed=int(seed), device="cpu", **options)
+            model = PPO(
+                "MlpPolicy", environment(trainer.table, inputs), seed=int(seed), device="cpu", **options
+            )
             started = time.time()
             model.learn(episodes)
             seconds = time.time() - started
-            actions, _ = model.predict(trainer.table.observations[rows].numpy(), deterministic=True)
+            actions, _ = model.predict(inputs[rows].numpy(), deterministic=True)
             reward = trainer.measure(rows, torch.from_numpy(actions))["reward"]
             found.setdefault(name, []).append((reward, seconds))
         for name, results in found.items():

@@ -1,4 +1,5 @@
-"""Measures the figures that README.md and the trainers' pages show, and writes them to docs/results.json.
+"""Measures the figures that README.md and the trainers' pages show, except the seconds of a run, and writes
+them to docs/results.json. bench/learning_curves.py measures ppo.seconds, grpo.seconds and rce.seconds.
 
     python bench/readme.py grpo 1 2 3 FOLDER=runs    # also ppo, rce
     python bench/readme.py grpo_rec 1 2 3 FOLDER=runs
@@ -21,6 +22,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from kept import run_once
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,15 +42,8 @@ PANELS = [
 def run(name, constant, seed, folder):
     """Returns the folder of a default run, which is made unless it is there."""
     out = folder / f"{name}_{seed}"
-    if not (out / "best/policy").exists():
-        command = [
-            sys.executable,
-            ROOT / SCRIPTS[name],
-            f"{constant}={seed}",
-            f"OUTPUT_DIR={out}",
-            "RESUME=no",
-        ]
-        subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    command = [sys.executable, ROOT / SCRIPTS[name], f"{constant}={seed}"]
+    run_once(command, out, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     return out
 
 
@@ -148,7 +143,7 @@ def show_answers(folder, trained):
 def main():
     words = [word for word in sys.argv[2:] if "=" not in word]
     options = dict(word.split("=", 1) for word in sys.argv[2:] if "=" in word)
-    if len(sys.argv) < 3 or sys.argv[1] not in SCRIPTS or not all(word.isdecimal() for word in words):
+    if not words or sys.argv[1] not in SCRIPTS or not all(word.isdecimal() for word in words):
         sys.exit(__doc__)
     name = sys.argv[1]
     folder = Path(options.get("FOLDER") or tempfile.mkdtemp())

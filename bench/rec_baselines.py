@@ -65,6 +65,8 @@ def main(rec, words):
         values = rec.read_array(rec.VALUES_FILE, "VALUES_FILE", catalogue, square=True)
     print(f"counts: smoothing {counts.smoothing}, decay {counts.decay}, by NDCG@10 on validation")
     for split, rows in (("validation", valid_rows), ("test", test_rows)):
+        if not rows:  # TEST_FILE=None
+            continue
         for name, model in models.items():
             lists = rec.top_items(model, rows)
             figures = {f"HR@{k}": rec.hits(lists, rows, k).mean() for k in (10, 20)}

@@ -128,7 +128,7 @@ def main():
         ours = LlamaForCausalLM(config).eval()
         ours.load_state_dict(theirs.state_dict())
         ours.set_attn_implementation("shared_prompts")
-        ours.decodes_shared = True  # as check_models() finds
+        rec._SHARED_DECODING.add(ours)  # as check_models() finds
         trie = rec.Trie(codes, torch.device("cpu"))
         rows = codes[torch.randint(ITEMS, (words.prompts, HISTORY), generator=generator)].flatten(1)
         for beams in (16, 50):
@@ -140,7 +140,7 @@ def main():
             search()
             seconds, (items, _, _) = least(search, words.repeats)
             print(f"{name}, {beams} beams: {1000 * seconds:.0f} ms", flush=True)
-            for way in ("prefix_allowed_tokens_fn", "a dictionary a beam"):
+            for way in ("prefix_allowed_tokens_fn", "a dictionary per beam"):
 
                 def generate():
                     return by_generate(theirs, rows, beams, allowed, way)

@@ -4,12 +4,14 @@
 
 SFT once per seed; then MAX_STEPS of GRPO from its policy for each cell, all else as the constants are. All
 cells are evaluated alike: reward of the 16 likeliest items, and of 16 samples at temperature 1. OUT keeps the
-SFT policies and results.jsonl; cells that are in it are not run again.
+SFT policies and results.jsonl; cells that are in it are not run again. An OUT that was made with other
+KEY=VALUE words is refused.
+
+Runs use one thread unless OMP_NUM_THREADS is set: tests/conftest.py, which is imported here, sets it to 1.
 """
 
 import contextlib
 import io
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +21,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 from conftest import load_script
+from kept import append_result, read_results
 
 FIGURES = ("reward", "reward_sampled", "ndcg@10", "coverage@10")
 CELLS = [("sample", t, g) for t in (0.5, 1.0, 2.0) for g in (4, 16, 48)]
@@ -74,14 +77,15 @@ def figures_of(seed, cell, out, words):
 
 def main(words):
     seeds = [int(word) for word in words if word.isdecimal()]
+    if not seeds:
+        sys.exit(__doc__)
     options = [word for word in words if not word.isdecimal()]
     out = Path(next((word[4:] for word in options if word.startswith("OUT=")), "checkpoints/rec_exploration"))
     options = [word for word in options if not word.startswith("OUT=")]
     out.mkdir(parents=True, exist_ok=True)
     results = out / "results.jsonl"
-    results.touch()
     found = {}
-    for line in map(json.loads, results.read_text().splitlines()):
+    for line in read_results(results, options):
         found[line["seed"], line["cell"]] = line["figures"]
     print("| candidates, TEMPERATURE, GROUP_SIZE | " + " | ".join(FIGURES) + " |")
     print("|---|" + "---|" * len(FIGURES))
@@ -92,9 +96,8 @@ def main(words):
                 with contextlib.redirect_stdout(io.StringIO()):
                     figures = figures_of(seed, cell, out, options)
                 found[seed, name] = {key: figures[key] for key in FIGURES}
-                with open(results, "a") as file:
-                    line = {"seed": seed, "cell": name, "figures": found[seed, name]}
-                    file.write(json.dumps(line) + "\n")
+                line = {"seed": seed, "cell": name, "figures": found[seed, name]}
+                append_result(results, options, line)
         cells = []
         for key in FIGURES:
             values = np.array([found[seed, name][key] for seed in seeds])

@@ -6,14 +6,15 @@
     python bench/speed.py phases --quick       # fewer rounds and steps: does it run, not how fast is it
     python bench/speed.py smollm2              # trl, on the model that bench/real.py makes, about 12 minutes
 
-    trl         a GRPO step against trl 1.16.0's on the same work (needs bench/requirements-trl.txt, in an
-                environment of its own)
+    trl         a GRPO step against trl 1.16.0's on the same work, on the CPU (needs
+                bench/requirements-trl.txt, in an environment of its own). trl's update takes all rows in one
+                pass; ours cuts them into micro-batches of at most 64 rows, which needs less memory
     rollout     our generate() against transformers' model.generate: lengths even and heavy-tailed, prompts of
                 32 and 512 tokens
     smollm2     trl on SmolLM2-135M-Instruct, 8 word problems x 8 responses of at most 48 tokens, and a reward
                 that tells all responses apart, so that every row is trained; not among everything
-    phases      seconds of rollout, scoring and update of GRPO and PPO at equal samples; model FLOPs against
-                this machine's matrix products
+    phases      seconds of rollout, scoring and update of GRPO and PPO at equal samples, all rows trained;
+                model FLOPs against this machine's matrix products
     growth      time and memory as the samples of a step grow from 64 to 1,024 while BATCH_SIZE stays
     gpu         Qwen2.5-0.5B's shape with random weights, bf16, where there is a GPU
     old COMMIT  the default step of GRPO and of PPO, with the shipped model and 20M, against that commit's
@@ -107,24 +108,25 @@ def run_trainer(path, constants):
     """Train with the file at path: its module, its trainer, its metrics of each step and when each ended, as
     (wall time, processor time)."""
     module = load(path)
-    module.OUTPUT_DIR = tempfile.mkdtemp()
     unmeasured = {"EVAL_DATASETS": [], "SAVE_EVERY_N_STEPS": 0, "RESUME": "no"}
     for key, value in {**unmeasured, **constants}.items():
         assert hasattr(module, key), key
         setattr(module, key, value)
-    trainer = getattr(module, Path(path).stem.upper() + "Trainer")()
     stamps = []
-    step_done = "record" if hasattr(trainer, "record") else "log_step"  # its name in older commits
-    record = getattr(trainer, step_done)
+    with tempfile.TemporaryDirectory() as folder:
+        module.OUTPUT_DIR = folder
+        trainer = getattr(module, Path(path).stem.upper() + "Trainer")()
+        step_done = "record" if hasattr(trainer, "record") else "log_step"  # its name in older commits
+        record = getattr(trainer, step_done)
 
-    def record_and_stamp(batch, metrics):
-        record(batch, metrics)
-        stamps.append((time.perf_counter(), time.process_time()))
+        def record_and_stamp(batch, metrics):
+            record(batch, metrics)
+            stamps.append((time.perf_counter(), time.process_time()))
 
-    setattr(trainer, step_done, record_and_stamp)
-    trainer.train()
-    with open(f"{module.OUTPUT_DIR}/logs/metrics.jsonl") as file:
-        records = [json.loads(line) for line in file]
+        setattr(trainer, step_done, record_and_stamp)
+        trainer.train()
+        with open(f"{folder}/logs/metrics.jsonl") as file:
+            records = [json.loads(line) for line in file]
     return module, trainer, [r for r in records if r["phase"] == "train"], stamps
 
 
@@ -192,8 +194,14 @@ def default_steps(path, steps, seed, model=None):
     }
 
 
+def hide_gpu():
+    """Makes a process compute on the CPU. It must be called before torch is imported."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def ours(model, prompts, steps, seed, **constants):
-    """A GRPO step of ours."""
+    """A GRPO step of ours, on the CPU as trl's."""
+    hide_gpu()
     own = {"BATCH_SIZE": prompts, "GROUP_SIZE": 8, "MAX_STEPS": WARM_UP + steps}
     return train_steps("grpo", model, seed, **own, **constants)
 
@@ -205,7 +213,8 @@ def distinct_letters(prompts, responses, answers):
 
 
 def trls(model, prompts, steps, seed, **constants):
-    """The same step of trl's."""
+    """The same step of trl's. It updates on all rows in one pass, ours on micro-batches."""
+    hide_gpu()
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -232,8 +241,9 @@ def trls(model, prompts, steps, seed, **constants):
             return distinct_letters(prompts, texts, solution)
         return rewards.exact_answer(prompts, completions, solution)
 
+    folder = tempfile.TemporaryDirectory()
     config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(),
+        output_dir=folder.name,
         seed=seed,
         per_device_train_batch_size=prompts * 8,
         gradient_accumulation_steps=1,
@@ -265,6 +275,7 @@ def trls(model, prompts, steps, seed, **constants):
         callbacks=[Stamp()],
     )
     trainer.train()
+    folder.cleanup()
     logs = [r for r in trainer.state.log_history if "reward" in r]
     seconds = seconds_a_step(stamps)
     tokens = statistics.median(r["completions/mean_length"] for r in logs[WARM_UP:]) * prompts * 8
@@ -284,7 +295,8 @@ def rollout(path, prompt_tokens, lengths, prompts, rounds, new_tokens, shared=Tr
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     our_model = grpo.load_model(AutoModelForCausalLM, path, "ACTOR_MODEL", device)
-    our_model.decodes_shared = shared  # True is what check_models() finds
+    if shared:
+        grpo._SHARED_DECODING.add(our_model)  # as check_models() finds
     their_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().to(device)
     eos = their_model.config.eos_token_id
 
@@ -435,7 +447,7 @@ def section_trl(models, quick):
 def section_smollm2(models, quick):
     model = ROOT / "data/real/smollm2"
     if not model.exists() or not importlib.util.find_spec("trl"):
-        print("wants trl (bench/requirements-trl.txt) and the model (python bench/real.py get)\n")
+        print("smollm2 needs trl (bench/requirements-trl.txt) and the model (python bench/real.py get)\n")
         return
     arguments = {"model": str(model), "prompts": 8, "steps": 2, "MAX_NEW_TOKENS": 48, "LEARNING_RATE": 1e-5}
     rounds = 1 if quick else 2
@@ -482,6 +494,8 @@ def section_phases(models, quick):
         steps = 2 if quick else steps
         for script in ("grpo", "ppo"):
             work = {"BATCH_SIZE": prompts, "GROUP_SIZE": 8, "MAX_STEPS": WARM_UP + steps, **passes}
+            if script == "grpo":
+                work["SKIP_FLAT_GROUPS"] = False  # the FLOPs count all rows
             r = child("train_steps", script, models[name], **work)
             phase_row(f"{script}, {name}, {prompts * 8} samples", r, rate)
     print()

@@ -17,8 +17,8 @@ GROUP_SIZE responses to a prompt, of scores s_i, are each other's baseline (Shao
 Means are over an optimizer step's tokens or rows. sapo's tau is 1 where A > 0, else 1.05. DUAL_CLIP bounds
 the loss where A < 0 (1912.09729). KL_COEF * kl_t - ENTROPY_COEF * H(pi_t) is added to each token's loss.
 kl_t has the *value* of KL_ESTIMATOR (k1 = log pi/pi_ref, k2 = k1^2 / 2, k3 = exp(-k1) - 1 + k1;
-joschu.net/blog/kl-approx.html) and always the *gradient* of k2, k1 * grad log pi: on policy, its mean is that
-of KL(pi || pi_ref). The mean of k1's own gradient would be 0, that of k3's is KL(pi_ref || pi)'s.
+joschu.net/blog/kl-approx.html) and always the *gradient* of k2, k1 * grad log pi, whose mean on policy is the
+gradient of KL(pi || pi_ref). k1's own gradient has mean 0, and k3's the gradient of KL(pi_ref || pi).
 Deliberate deviations from the papers:
 - that gradient; and dapo is the default loss, with a symmetric clip unless CLIP_RANGE_HIGH is raised;
 - sampling inverts the cumulative distribution at uniform numbers that are drawn ahead for the whole step, so
@@ -42,6 +42,7 @@ the advantage  group_advantages, compute_advantages       a metric       GRPOTra
 the reward     REWARD_FUNCTIONS; compute_rewards          a plot         PLOT_PANELS; draw_plot
 sampling       sampling_logprobs; rollout, generate       the schedule   learning_rate_scale
 turns          ENVIRONMENT; converse                      the optimizer  make_optimizer
+the KL         kl_loss                                    when to stop   train (run.is_stopped = True)
 To log a metric of the responses add a reward function of weight 0. To add a constant write one line below;
 one that may be None needs its type, as REFERENCE_MODEL has.
 """
@@ -184,20 +185,22 @@ PLATEAU_PATIENCE = 2  # evaluations without a better reward before plateau halve
 WARMUP_STEPS = 0  # linear warm-up, with or without a scheduler
 
 # Algorithm
-LOSS_TYPE = "dapo"  # grpo | dapo | dr_grpo | gspo | cispo | sapo: see the table above
+# grpo | dapo | dr_grpo | gspo | cispo | sapo: see the table above. One of yours goes into policy_loss,
+# token_weights, grpo_stats and _VALID_RANGES
+LOSS_TYPE = "dapo"
 GROUP_EPOCHS = 1  # passes over each step's responses
 MINI_BATCHES = 1  # optimizer steps per pass
 SCALE_REWARDS = "group"  # group | batch | none: whose standard deviation advantages are divided by
 LEAVE_ONE_OUT = False  # the baseline is the mean of the other responses
 RESAMPLE_FLAT_GROUPS = 0  # most rounds of replacing groups of equal scores by new prompts; 0: never
-SKIP_FLAT_GROUPS = True  # rows without a gradient skip the backward pass: it takes down to half the time
+SKIP_FLAT_GROUPS = True  # leave rows without a gradient out of the update: it takes as little as half as long
 CLIP_RANGE = 0.2  # > 0; gspo wants about 3e-4
 CLIP_RANGE_HIGH = 0.2  # > 0; DAPO's clip-higher: 0.28; gspo about 4e-4; cispo about 4
 DUAL_CLIP: float | None = None  # > 1, such as 3: for A < 0 the loss is at most DUAL_CLIP * |A|
 ENTROPY_COEF = 0.0
 TOP_ENTROPY_FRACTION = 1.0  # train only this fraction of tokens, those of highest entropy (2506.01939: 0.2)
 MASK_TRUNCATED = False  # do not train responses that were cut
-KL_COEF = 0.0  # weight of the KL in the loss; 0: no reference model is loaded
+KL_COEF = 0.0  # weight of the KL in the loss; 0: no reference model is loaded, and the metric kl is 0
 KL_ESTIMATOR = "k3"  # k1 | k2 | k3: the value that is logged; all have the same gradient
 REFERENCE_SYNC_STEPS = 0  # steps between moves of the reference towards the actor (2404.09656); 0: never
 REFERENCE_SYNC_ALPHA = 0.6  # reference = ALPHA * actor + (1 - ALPHA) * reference; 0 to 1
@@ -304,7 +307,7 @@ def overlong_penalty(lengths, max_new_tokens, buffer):
     """Returns 0 up to max_new_tokens - buffer, then falls to -1 at max_new_tokens, (rows,)."""
     if not buffer:
         return torch.zeros_like(lengths)
-    return ((max_new_tokens - buffer - lengths) / max(1, buffer)).clamp(-1, 0)
+    return ((max_new_tokens - buffer - lengths) / buffer).clamp(-1, 0)
 
 
 def token_weights(mask, loss_type, max_new_tokens):
@@ -322,7 +325,7 @@ def policy_loss(
 ):
     """Returns the loss of each token, by the table above, and its ratio, both (rows, R). advantages (rows, 1)
     or (rows, R)."""
-    log_ratio = ((logprobs - old_logprobs) * mask).clamp(max=80)  # inf would give 0 * inf = NaN if clipped
+    log_ratio = ((logprobs - old_logprobs) * mask).clamp(max=80)  # exp's inf would give NaN gradients
     if loss_type == "gspo":
         mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
         log_ratio = mean.expand_as(mask)
@@ -405,7 +408,7 @@ class GRPOTrainer:
         self.actor = load_trained(self.run, "policy", AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL")
         self.pad_id = padding_id(self.actor, self.tokenizer)
         self.models = {"policy": self.actor}  # saved in a checkpoint, by the name of their folder
-        self.models_by_constant = {"ACTOR_MODEL": self.actor}  # all that read prompts and responses
+        self.models_by_constant = {"ACTOR_MODEL": self.actor}  # all that read the tokenizer's ids
         self.reference = None
         if KL_COEF > 0 and LORA_RANK and not REFERENCE_MODEL:
             self.reference = self.actor  # without its adapter
@@ -438,7 +441,7 @@ class GRPOTrainer:
                 self.compute_advantages(batch)
                 metrics = self.update(batch)
                 self.sync_reference()
-                run.total_steps = last_step(self.state, run.step)
+                run.total_steps = last_step(self.state, run.step)  # fewer if resampling took prompts
                 self.record(batch, metrics)
                 if run.is_due(EVAL_EVERY_N_STEPS) or run.is_last_step():
                     run.log_evaluation(self.evaluate())
@@ -537,13 +540,13 @@ class GRPOTrainer:
         scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
         set_learning_rate(self.optimizers["policy"], LEARNING_RATE * scale)
         self.select_tokens(batch)
-        batch.sampled_logprobs = batch.logprobs
+        batch.sampled_logprobs = batch.logprobs  # for the log: logprobs_again() may replace batch.logprobs
         steps = []
         with run.timed("update"):
             for _ in range(GROUP_EPOCHS):
                 chunks = mini_batches(len(batch.rows))
                 if LOSS_TYPE == "gspo" and DTYPE == "bfloat16" and not steps:
-                    score_again(self, batch, chunks)
+                    logprobs_again(self, batch, chunks)
                 for rows in chunks:
                     steps.append(self.optimizer_step(batch, rows))
         check_first_ratio(steps[0], run.step)
@@ -562,9 +565,9 @@ class GRPOTrainer:
         step_weights = token_weights(step_mask, LOSS_TYPE, MAX_NEW_TOKENS) * batch.trained[step_index]
         batch.weights = torch.zeros_like(batch.response_mask).index_copy(0, step_index, step_weights)
         rows_to_train = rows_with_gradient(self, batch, rows)
-        # Tokens of the rows that go through the model: what is logged of the others is not known
+        # KLs and log ratios are means over the tokens of these rows: of the other rows they are not known
         num_tokens_read = batch.response_mask[to_device(rows_to_train, self.device)].sum()
-        gradients = GradientSum([self.actor])
+        gradients = GradientSum([self.actor])  # every model that is trained: others get no sum over processes
         for micro in gradients.deal(micro_batches(self.actor, batch, rows_to_train)):
             index = to_device(micro, self.device)
             width = max_response_length(batch, micro)  # R of this micro-batch
@@ -577,10 +580,12 @@ class GRPOTrainer:
 
             gradients.log_means({"policy_loss": policy_losses}, weights, 1)  # weights have the denominator
             advantages = token_advantages(batch, index, width)
+            trained = batch.trained[index, :width]
             stats = grpo_stats(ratio.detach(), mask, advantages, LOSS_TYPE, CLIP_RANGE, CLIP_RANGE_HIGH)
             gradients.log_max("max_ratio_deviation", stats.pop("ratio_deviation").max())
-            # Rows that are left out have A = 0, so their tokens are never clipped: they count here
-            gradients.log_means({"clip_fraction": stats.pop("clip_fraction")}, mask, step_mask.sum())
+            # Rows that are left out count here as not clipped: A = 0, or none of their tokens is trained
+            clipped = {"clip_fraction": stats.pop("clip_fraction")}
+            gradients.log_means(clipped, trained, batch.trained[step_index].sum().clamp(min=1))
             log_ratio = (logprobs.detach() - batch.sampled_logprobs[index, :width]).clamp(-20, 20)
             stats |= {"kl": kl, "mean_abs_log_ratio": log_ratio.abs()}
             gradients.log_means(stats, mask, num_tokens_read)
@@ -591,8 +596,8 @@ class GRPOTrainer:
 
     def token_losses(self, batch, rows, logprobs, entropy):
         """Returns four (rows, R): the loss of each token, which the step sums with batch.weights; the
-        policy's part of it; the ratio; the KL. Edit or override freely: rows_with_gradient() asks this loss
-        which rows it trains."""
+        policy's part of it; the ratio; the KL. Edit or override freely, but change and log nothing here:
+        rows_with_gradient() calls it too, with shifted log-probabilities, to find the rows that it trains."""
         index = to_device(rows, self.device)
         width = logprobs.shape[1]
         mask = batch.response_mask[index, :width]
@@ -601,7 +606,7 @@ class GRPOTrainer:
         policy_losses, ratio = policy_loss(
             logprobs, old_logprobs, advantages, mask, LOSS_TYPE, CLIP_RANGE, CLIP_RANGE_HIGH, DUAL_CLIP
         )
-        losses = policy_losses
+        losses = policy_losses  # add a term here: a number per token, no mean
         kl = torch.zeros_like(ratio)
         if self.reference:
             kl = kl_loss(logprobs, batch.ref_logprobs[index, :width], KL_ESTIMATOR)
@@ -2144,9 +2149,10 @@ def evaluate_policy(trainer_class):
 
 # differs: which models are not needed
 def trainer_to_evaluate(trainer_class, policy):
-    """Returns a trainer with the policy as its actor. No data to train on are loaded."""
-    global STAGE, ACTOR_MODEL, LORA_RANK, TRAIN_DATASETS, MAX_TRAIN_PROMPTS
-    STAGE, ACTOR_MODEL, LORA_RANK = "evaluate", policy, 0
+    """Returns a trainer with the policy as its actor, without a reference. Its rows to train on, those of
+    EVAL_DATASETS, are not used."""
+    global STAGE, ACTOR_MODEL, LORA_RANK, KL_COEF, REFERENCE_MODEL, TRAIN_DATASETS, MAX_TRAIN_PROMPTS
+    STAGE, ACTOR_MODEL, LORA_RANK, KL_COEF, REFERENCE_MODEL = "evaluate", policy, 0, 0.0, None
     TRAIN_DATASETS, MAX_TRAIN_PROMPTS = EVAL_DATASETS, MAX_EVAL_PROMPTS
     return trainer_class(resume_from_checkpoint="no")
 
@@ -2197,10 +2203,7 @@ def policy_scores(trainer, greedy, sampled):
 def majority_votes(trainer, batch):
     """Returns for each prompt the index of the response that most others agree with, (prompts,). Two
     responses agree if ACCURACY_FUNCTION finds one correct with the other as the answer. Returns None if it
-    finds none correct, not even with itself as the answer, or if it raises: it cannot compare responses; also
-    if the responses are turns instead of texts."""
-    if not isinstance(batch.responses[0], str):
-        return None
+    finds none correct, not even with itself as the answer, or if it raises: it cannot compare responses."""
     votes = []
     can_compare = False
     score = partial(call_reward, "ACCURACY_FUNCTION", trainer.accuracy_function)
@@ -2257,7 +2260,6 @@ def load_adapted(auto_class, path, constant, device, saved, new_head):
             if name != model.base_model_prefix and list(layer.parameters()):
                 heads.append(name)
         config.modules_to_save = heads
-        config.exclude_modules = rf"(.*\.)?({'|'.join(heads)})(\..*)?"
     warnings.filterwarnings("error", "Model has .tie_word_embeddings")  # merging would change both layers
     try:
         model.add_adapter(config)
@@ -3807,7 +3809,7 @@ def turn_text(tokenizer, prompt, text, ends, end):
     response = "2"
     if "</think>" in str(tokenizer.chat_template) and not before.rstrip().endswith("</think>"):
         begin = "" if before.rstrip().endswith("<think>") else "<think>\n"
-        response = f"{begin}2\n</think>\n\n2"  # a template may drop the thoughts of earlier turns
+        response = f"{begin}2\n</think>\n\n2"  # below, a template that drops earlier thoughts is refused
     turns = [{"role": "assistant", "content": response}, {"role": ENVIRONMENT_ROLE, "content": text}]
     after = apply_chat_template(tokenizer, prompt + turns, where, True)
     tail = after.removeprefix(before + response)
@@ -3877,11 +3879,18 @@ def check_choices(trainer):
         raise UserError(
             f"DUAL_CLIP = {DUAL_CLIP} does nothing with LOSS_TYPE = {LOSS_TYPE!r}: set it to None"
         )
+    if REFERENCE_SYNC_STEPS and trainer.reference:
+        shapes = [[p.shape for p in model.parameters()] for model in (trainer.actor, trainer.reference)]
+        if shapes[0] != shapes[1]:
+            raise UserError(
+                f"REFERENCE_SYNC_STEPS = {REFERENCE_SYNC_STEPS}: REFERENCE_MODEL = {REFERENCE_MODEL!r} has "
+                "other layers than the actor, so it cannot move towards it: set REFERENCE_SYNC_STEPS = 0"
+            )
     if LORA_RANK and KL_COEF and REFERENCE_SYNC_STEPS:
         raise UserError(
             f"REFERENCE_SYNC_STEPS = {REFERENCE_SYNC_STEPS}: LORA_RANK keeps the base frozen: set one to 0"
         )
-    if GROUP_SIZE == 1 and not trainer.distils:
+    if GROUP_SIZE == 1 and STAGE == "train" and not trainer.distils:
         raise UserError(
             "GROUP_SIZE = 1 has nothing to compare with: take 2 or more, or distil: rewards of weight 0, "
             "REFERENCE_MODEL=teacher KL_COEF=1"
@@ -3920,9 +3929,10 @@ def token_advantages(batch, index, width):
 
 
 def rows_with_gradient(trainer, batch, rows):
-    """Returns those of `rows` that are trained: with SKIP_FLAT_GROUPS the rows to which the loss gives a
-    gradient, but at least one, for the metrics. The loss is computed at the policy that sampled and at others
-    around it, so that every term of it counts, clipped or not."""
+    """Returns those of `rows` that are trained: with SKIP_FLAT_GROUPS, but not with FSDP2, the rows to which
+    the loss gives a gradient, at least one, for the metrics. The loss is computed at the policy that sampled
+    and at others around it, so that every term of it counts, clipped or not. A term that does not depend on
+    the weights by the log-probabilities or the entropy is not seen: set SKIP_FLAT_GROUPS = False for it."""
     if not SKIP_FLAT_GROUPS or is_sharded():
         return rows
     index = to_device(rows, trainer.device)
@@ -3940,7 +3950,7 @@ def rows_with_gradient(trainer, batch, rows):
 
 
 @torch.no_grad()
-def score_again(trainer, batch, chunks):
+def logprobs_again(trainer, batch, chunks):
     """Replaces the sampler's log-probabilities by the update's. In bfloat16 they differ by rounding, by 1e-3
     and more in the mean of a response: beyond gspo's clip range, so that the first update would clip a tenth
     of the tokens."""
@@ -3981,7 +3991,7 @@ def flat_groups(scores):
 
 def replace_flat_groups(batch, is_flat, new):
     """Returns the rows of a batch whose groups are not flat, and all rows of the batch `new`. is_flat
-    (groups,)."""
+    (groups,). A field of yours must be a tensor or list of all rows, or a dict of such."""
     keep = (~is_flat).repeat_interleave(GROUP_SIZE).nonzero().squeeze(-1).tolist()
 
     def join(kept, added):

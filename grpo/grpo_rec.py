@@ -1883,7 +1883,6 @@ def load_adapted(auto_class, path, constant, device, saved, new_head):
             if name != model.base_model_prefix and list(layer.parameters()):
                 heads.append(name)
         config.modules_to_save = heads
-        config.exclude_modules = rf"(.*\.)?({'|'.join(heads)})(\..*)?"
     warnings.filterwarnings("error", "Model has .tie_word_embeddings")  # merging would change both layers
     try:
         model.add_adapter(config)

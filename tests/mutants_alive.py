@@ -84,8 +84,8 @@ MUTANTS = [
     # normalisers of mini-batches
     (
         GRPO,
-        "mask, step_mask.sum())",
-        "mask, batch.response_mask.sum())",
+        "trained, batch.trained[step_index].sum()",
+        "trained, batch.trained.sum()",
         GRPO_ROWS + "[dapo]",
     ),
     (

@@ -123,8 +123,8 @@ MUTANTS = [
     ),
     (
         "grpo/grpo.py",
-        "                run.total_steps = last_step(self.state, run.step)\n",
-        "",
+        "run.total_steps = last_step(self.state, run.step)  # fewer",
+        "pass  # fewer",
         "tests/test_grpo.py::test_further_prompts_come_out_of_the_runs_own_epochs",
     ),
     (

@@ -231,8 +231,8 @@ MUTANTS = [
     (GRPO, 'if LOSS_TYPE == "gspo" and CLIP_RANGE > 0.01:', "if False:", NAMED),
     (
         GRPO,
-        "* mask).clamp(max=80)  # inf",
-        "* mask)  # inf",
+        "* mask).clamp(max=80)  # exp",
+        "* mask)  # exp",
         TEST + "a_ratio_beyond_float32_gives_no_nan",
     ),
     (

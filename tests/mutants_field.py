@@ -19,7 +19,7 @@ MUTANTS = [
         'kl = kl_loss(batch.logprobs, self.reference_logprobs(batch), "k3")',
         BEST,
     ),
-    (GRPO, "if GROUP_SIZE == 1 and not trainer.distils:", "if False:", ALONE),
+    (GRPO, 'if GROUP_SIZE == 1 and STAGE == "train" and not trainer.distils:', "if False:", ALONE),
     (GRPO, "if trainer.distils and RESAMPLE_FLAT_GROUPS:", "if False:", ALONE),
     (
         GRPO,

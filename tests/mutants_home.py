@@ -210,7 +210,7 @@ MUTANTS = [
     ),
     (
         GRPO,
-        'STAGE, ACTOR_MODEL, LORA_RANK = "evaluate", policy, 0',
+        'STAGE, ACTOR_MODEL, LORA_RANK, KL_COEF, REFERENCE_MODEL = "evaluate", policy, 0, 0.0, None',
         "ACTOR_MODEL = policy",
         HOME + "the_policy_to_score_is_the_actor_without_an_adapter[grpo]",
     ),
@@ -267,12 +267,6 @@ MUTANTS = [
         'by_prompt["accuracy_greedy"][i].item()',
         'by_prompt["accuracy_greedy"][0].item()',
         HOME + "figures_and_records_of_two_prompts_by_hand[rce]",
-    ),
-    (
-        GRPO,
-        "    if not isinstance(batch.responses[0], str):\n        return None\n    votes",
-        "    votes",
-        HOME + "the_majority_is_the_answer_that_most_responses_state[grpo]",
     ),
     (
         GRPO,

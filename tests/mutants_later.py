@@ -39,6 +39,25 @@ MUTANTS = [
         "    EVAL_DATASETS MAX_EVAL_PROMPTS",
         SCORES + "[grpo]",
     ),
+    # grpo.py: what an update logs, what an evaluation loads, which reference can be moved
+    (
+        GRPO,
+        "log_means(clipped, trained, batch.trained[step_index].sum()",
+        "log_means(clipped, mask, step_mask.sum()",
+        "tests/test_grpo.py::test_clip_fraction_is_of_the_tokens_that_are_trained[False]",
+    ),
+    (
+        GRPO,
+        '"evaluate", policy, 0, 0.0, None',
+        '"evaluate", policy, 0, KL_COEF, None',
+        HOME + "the_policy_to_score_is_the_actor_without_an_adapter[grpo]",
+    ),
+    (
+        GRPO,
+        "if shapes[0] != shapes[1]:",
+        "if False:",
+        "tests/test_grpo.py::test_a_reference_of_other_layers_cannot_be_moved",
+    ),
     # what ends a run
     (
         PPO,

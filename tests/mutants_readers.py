@@ -316,12 +316,6 @@ MUTANTS = [
     ),
     (
         RM,
-        "        config.exclude_modules = rf",
-        "        config.target_parameters = None and rf",
-        HEADS + "[DistilBertConfig]",
-    ),
-    (
-        RM,
         "        config.modules_to_save = heads",
         '        config.modules_to_save = ["score", "classifier"]',
         HEADS + "[DebertaV2Config]",

@@ -68,7 +68,7 @@ MUTANTS = [
         "with suppress(OSError):",
         IN + "every_metric_of_a_run_is_drawn_as_far_as_it_goes",
     ),
-    (PLOT, " and math.isfinite(value):", ":", IN + "every_metric_of_a_run_is_drawn_as_far_as_it_goes"),
+    (PLOT, " and math.isfinite(value):", ":", IN + "numbers_that_are_not_finite_are_left_out_of_a_curve"),
     (
         PLOT,
         "                parts = [values[max(0, i - window) : i] for i in range(1, len(values) + 1)]\n",

@@ -28,7 +28,7 @@ from conftest import (
 )
 from program import Program
 from test_ppo import ENDS, algorithm_of, differences, digits, nudge, tiny_files, vowels
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 module = load_script("grpo/grpo.py")
 LOSS_TYPES = ["grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"]
@@ -1034,6 +1034,32 @@ def test_clip_fraction_counts_the_side_that_is_clipped(grpo, loss_type):
     metrics, _ = gradient(trainer, batch)
     share = batch.response_lengths[clipped].sum() / batch.response_lengths.sum()
     assert metrics["clip_fraction"] == pytest.approx(share.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_clip_fraction_is_of_the_tokens_that_are_trained(grpo, skip):
+    trainer = grpo(MASK_TRUNCATED=True, MAX_NEW_TOKENS=14, SKIP_FLAT_GROUPS=skip).GRPOTrainer()
+    batch = scored_batch(trainer)
+    batch.advantages = torch.tensor([1.0, -1, -1, -1]).repeat(4)
+    batch.logprobs = (batch.logprobs - 1) * batch.response_mask  # every ratio is e
+    metrics, _ = gradient(trainer, batch)
+    trained = batch.response_lengths * ~batch.truncated
+    assert batch.truncated[::4].any() and trained[::4].sum() > 0
+    assert metrics["clip_fraction"] == pytest.approx((trained[::4].sum() / trained.sum()).item(), rel=1e-5)
+
+
+def test_a_reference_of_other_layers_cannot_be_moved(grpo, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(TINY / "policy")
+    model.config.num_hidden_layers += 1
+    AutoModelForCausalLM.from_config(model.config).save_pretrained(tmp_path / "larger")
+    AutoTokenizer.from_pretrained(TINY / "policy").save_pretrained(tmp_path / "larger")
+    settings = dict(KL_COEF=0.1, REFERENCE_MODEL=str(tmp_path / "larger"))
+    grpo(**settings).GRPOTrainer().run.lock.release(force=True)
+    script = grpo(**settings, REFERENCE_SYNC_STEPS=4)
+    with pytest.raises(
+        script.UserError, match="REFERENCE_SYNC_STEPS = 4: REFERENCE_MODEL = .* has other layers"
+    ):
+        script.GRPOTrainer()
 
 
 @pytest.mark.parametrize("sizes", [[5, 5, 5, 5, 4], [23, 1], [24]])

@@ -4,6 +4,7 @@ import ast
 import csv
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -241,6 +242,15 @@ def test_every_metric_of_a_run_is_drawn_as_far_as_it_goes(plot, tmp_path):
     assert start[1] == [[0, 0], [1, 0]]  # over the whole width
     assert len(drawn["accuracy"]) == len(drawn["entropy (nats)"]) == 2
     assert list(legend(figure)) == ["one", *STYLES, "held out, first evaluation"]
+
+
+def test_numbers_that_are_not_finite_are_left_out_of_a_curve(plot, tmp_path):
+    steps = range(1, 25)
+    records = [{"phase": "train", "step": n, "kl": math.nan if n == 2 else n} for n in steps]
+    figure, _ = plot(write(tmp_path / "one", *records, name="metrics.jsonl"))
+    faint, rolling = panels(figure)["kl (nats)"]
+    assert faint[1] == [[n, n] for n in steps if n != 2]
+    assert rolling[1][:3] == [[1, 1], [3, 2], [4, 3.5]]
 
 
 def test_several_runs_are_drawn_where_they_share_a_metric_each_in_its_colour(plot, tmp_path):

@@ -1,0 +1,182 @@
+"""Benchmarks: what they keep and do not repeat, which rows are held out, and small functions of theirs."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, load_script
+from transformers import PretrainedConfig
+
+# A program that writes into its OUTPUT_DIR, says how often it was started, and ends with the exit code of its
+# first argument
+PROGRAM = """
+import pathlib, sys
+folder = pathlib.Path(sys.argv[-2].removeprefix("OUTPUT_DIR="))
+assert sys.argv[-1] == "RESUME=no"
+(folder / "best").mkdir(parents=True, exist_ok=True)
+with open(folder.parent / "starts", "a") as file:
+    file.write("x")
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder_of_benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def test_a_folder_has_its_name_when_its_run_has_ended(tmp_path):
+    kept = load_script("bench/kept.py")
+    folder = tmp_path / "sft_dpo_0.1_1"
+    with pytest.raises(kept.subprocess.CalledProcessError):
+        kept.run_once([sys.executable, "-S", "-c", PROGRAM, "130"], folder)
+    assert not folder.exists() and (tmp_path / "sft_dpo_0.1_1_unfinished/best").is_dir()
+    for _ in range(2):  # the second finds it
+        kept.run_once([sys.executable, "-S", "-c", PROGRAM, "0"], folder)
+    assert (folder / "best").is_dir() and not (tmp_path / "sft_dpo_0.1_1_unfinished").exists()
+    assert (tmp_path / "starts").read_text() == "xx"
+
+
+def test_results_of_other_words_are_refused(tmp_path):
+    kept = load_script("bench/kept.py")
+    path = tmp_path / "results.jsonl"
+    assert kept.read_results(path, ["B=2", "A=1"]) == []
+    kept.append_result(path, ["A=1", "B=2"], {"seed": 1})
+    assert kept.read_results(path, ["A=1", "B=2"]) == [{"words": ["A=1", "B=2"], "seed": 1}]
+    message = f"OUT={tmp_path} was made with A=1 B=2, not with no words: set another OUT"
+    with pytest.raises(SystemExit, match=message):
+        kept.read_results(path, [])
+    path.write_text('{"seed": 1}\n')  # of an earlier version, which wrote no words
+    with pytest.raises(SystemExit, match="was made with unknown words, not with A=1"):
+        kept.read_results(path, ["A=1"])
+
+
+def test_an_out_is_refused_before_anything_was_measured(tmp_path):
+    """Lists and policies are kept from the start: they belong to its words, too."""
+    kept = load_script("bench/kept.py")
+    kept.read_results(tmp_path / "results.jsonl", ["SHOTS=2"])
+    with pytest.raises(SystemExit, match="was made with SHOTS=2, not with no words"):
+        kept.read_results(tmp_path / "results.jsonl", [])
+
+
+@pytest.mark.parametrize("name", ["learning_curves", "icl_rules", "readme", "rec_exploration", "icl_rewards"])
+def test_without_a_seed_a_benchmark_shows_its_help(name, monkeypatch):
+    words = {"learning_curves": ["grpo/grpo.py"], "icl_rules": ["topics"], "readme": ["grpo"]}.get(name, [])
+    words = [*words, "MAX_STEPS=1"]
+    bench = load_script(f"bench/{name}.py")
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    arguments = [words] if name in ("rec_exploration", "icl_rewards") else []
+    with pytest.raises(SystemExit) as ended:
+        bench.main(*arguments)
+    assert ended.value.code == bench.__doc__
+
+
+# ---------------------------------------------------------------- preferences_real.py
+
+
+def test_no_held_out_sum_is_trained_on():
+    bench = load_script("bench/preferences_real.py")
+    parts = bench.sum_rows(1)
+    counts = {name: len(rows) for name, rows in parts.items()}
+    assert counts == {"demos": 320, "held_out": 64, "prompts": 400, "pairs": 960}
+    sums = [row["chosen"].partition(" = ")[0] for rows in parts.values() for row in rows]
+    assert len(set(sums)) == len(sums) == 1744
+    prompts = [row["prompt"] for row in parts["held_out"]]
+    assert {prompt.startswith("Tom") for prompt in prompts} == {True, False}
+    for row in parts["pairs"]:
+        assert row["chosen"].endswith(f"= {row['answer']}.") and not row["rejected"].endswith(
+            f"= {row['answer']}."
+        )
+
+
+def test_without_gsm8ks_file_its_place_is_named(tmp_path, monkeypatch):
+    bench = load_script("bench/preferences_real.py")
+    monkeypatch.setattr(bench, "GSM8K", tmp_path / "example_model_solutions.jsonl")
+    with pytest.raises(
+        SystemExit, match="example_model_solutions.jsonl is missing: take .*openai/grade-school-math"
+    ):
+        bench.gsm8k(1)
+
+
+# ---------------------------------------------------------------- others
+
+
+def test_a_step_without_the_metric_of_every_seed_is_skipped(monkeypatch, capsys):
+    bench = load_script("bench/learning_curves.py")
+    one = {0: {"reward": 0.1}, 5: {"reward": 0.2}}
+    other = {0: {"reward": 0.3}, 5: {"reward": None}}
+    runs = {"1": one, "2": other}
+    monkeypatch.setattr(bench, "run_seed", lambda script, seed, overrides, folder: (runs[seed], 1.0, 1.0))
+    monkeypatch.setattr(sys, "argv", ["learning_curves.py", "grpo/grpo.py", "1", "2"])
+    bench.main()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "step " in line]
+    assert [line.split() for line in lines] == [
+        ["step", "0", "0.100", "0.300", "0.200", "(0.100", "to", "0.300)"]
+    ]
+
+
+def test_continuations_are_cut_at_the_length_of_a_whole_response():
+    joined = load_script("bench/critic.py").joined
+    starts = [[5, 6], [5, 6], [], [5, 6, 7]]
+    continuations = [[7, 1], [7, 8, 1], [1], [8, 9]]
+    whole, truncated = joined(starts, continuations, 4, {1, 3})
+    assert whole == [[5, 6, 7, 1], [5, 6, 7, 8], [1], [5, 6, 7, 8]]
+    assert truncated == [False, True, False, True]
+
+
+def test_bench_icl_takes_over_the_constants_of_a_run(tmp_path):
+    bench = load_script("bench/icl.py")
+    constants = {"SHOTS": 2, "EVAL_SHOTS": [1, 2], "SAMPLE_TEMPERATURES": [0.5], "GONE": 1}
+    constants |= {"OUTPUT_DIR": "x", "RESUME": "no", "STAGE": "train"}
+    (tmp_path / "training_config.json").write_text(json.dumps({"constants": constants}))
+    known = {**constants, "EVAL_SHOTS": (1, 2, 3, 4), "SEED": 1}
+    del known["GONE"]
+    script = SimpleNamespace(**known, constants=lambda: known)
+    found = bench.constants_of_run(tmp_path, script)
+    assert found == {"SHOTS": 2, "EVAL_SHOTS": (1, 2), "SAMPLE_TEMPERATURES": [0.5]}
+
+
+def test_bench_icls_grpo_starts_from_the_last_policy_of_rce():
+    bench = load_script("bench/icl.py")
+    calls = []
+
+    class Base:
+        def __init__(self):
+            self.run = SimpleNamespace(evaluation={"reward": 1.0}, save_best=calls.append)
+
+        def begin_grpo(self):
+            calls.append("begin")
+
+    script = SimpleNamespace(ICLTrainer=Base, group_advantages=None)
+    bench.make_trainer(script, ()).begin_grpo()
+    assert calls == [{"reward": 1.0}, "begin"]
+
+
+def test_sb3_reads_what_our_policy_reads():
+    bench = load_script("bench/rag.py")
+    script = load_script("ppo/ppo_rag.py")
+    policy = script.Policy(PretrainedConfig(inputs=3, hidden_size=4, actions=[[1, 0.0, 0]]))
+    policy.mean.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    policy.scale.copy_(torch.tensor([0.1, 1.0, 2.0]))
+    read = []
+    policy.first.register_forward_pre_hook(lambda module, inputs: read.append(inputs[0]))
+    table = SimpleNamespace(observations=torch.tensor([[9.0, 2.5, 3.0], [1.0, 0.0, -9.0]]))
+    policy(table.observations)
+    inputs = bench.network_inputs(SimpleNamespace(policy=policy, table=table))
+    assert torch.equal(inputs, read[0]) and inputs.max() == 5 and inputs.min() == -5
+    assert bench.split_words(["1", "MAX_STEPS=2", "3"]) == (["1", "3"], ["MAX_STEPS=2"])
+
+
+def test_answers_of_another_reader_are_not_reused():
+    key = load_script("bench/icl_rules.py").answer_key
+    constants = {"READER": "a", "DTYPE": "float32", "MAX_ANSWER_TOKENS": 8}
+    known = key(SimpleNamespace(**constants), "question")
+    assert key(SimpleNamespace(**constants), "question") == known
+    for name, value in (("READER", "b"), ("DTYPE", "bfloat16"), ("MAX_ANSWER_TOKENS", 16)):
+        assert key(SimpleNamespace(**{**constants, name: value}), "question") != known
+    assert key(SimpleNamespace(**constants), "another question") != known
