@@ -1534,7 +1534,7 @@ class GradientSum:
             self.log_sum(name, (x.detach() * mask).sum() / num_tokens)
 
     def log_sum(self, name, value):
-        """Logs a number that adds up over the micro-batches."""
+        """Logs a number that adds up over the micro-batches; of a name max_... the largest is kept."""
         self.rounds[-1][name] = value
 
     def log_max(self, name, value):
@@ -1649,7 +1649,8 @@ def load_rows(datasets, constant, limit=None):
                 answer = read_answer(look_up(record, spec["output"], where), f"{where}: {spec['output']!r}")
             file_name = Path(spec["path"]).name
             if file_names[file_name] > 1:
-                file_name = spec["path"]
+                parts = [spec["path"], spec.get("name"), spec.get("split")]
+                file_name = ":".join(part for part in parts if part)
             row_id = f"{file_name}:{number}"
             rows.append({"id": row_id, "answer": answer, "columns": record, "prompt": prompt})
         if len(rows) == count_before:

@@ -1650,7 +1650,7 @@ class GradientSum:
             self.log_sum(name, (x.detach() * mask).sum() / num_tokens)
 
     def log_sum(self, name, value):
-        """Logs a number that adds up over the micro-batches."""
+        """Logs a number that adds up over the micro-batches; of a name max_... the largest is kept."""
         self.rounds[-1][name] = value
 
     def log_max(self, name, value):

@@ -890,7 +890,7 @@ class GradientSum:
             self.log_sum(name, (x.detach() * mask).sum() / num_tokens)
 
     def log_sum(self, name, value):
-        """Logs a number that adds up over the micro-batches."""
+        """Logs a number that adds up over the micro-batches; of a name max_... the largest is kept."""
         self.rounds[-1][name] = value
 
     def add_round(self):
@@ -1000,7 +1000,8 @@ def read_datasets(datasets, constant, required, optional, limit):
                 return
             file_name = Path(spec["path"]).name
             if file_names[file_name] > 1:
-                file_name = spec["path"]
+                parts = [spec["path"], spec.get("name"), spec.get("split")]
+                file_name = ":".join(part for part in parts if part)
             yield spec, record, f"{file_name}:{number}", f"{constant}: {spec['path']} line {number}"
             count += 1
         if count == count_before and limit != 0:

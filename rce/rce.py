@@ -18,7 +18,8 @@ The policy is fitted to the scored candidates y_1 .. y_n of each prompt x, to th
 
 gt_prob of a candidate is the probability that the policy gives to the gold answer after the candidate's
 working (its text through ANSWER_FORM's mark): the product over the tokens of the answer and of what ends it,
-summed over distinct gold answers with their weights. It is at most 1, because no answer begins another.
+summed over distinct gold answers with their weights. It is at most 1: with what ends it, no answer's tokens
+are the beginning of another's.
 Deliberate choices:
 - validation is the accuracy of the policy's pick, its likeliest candidate, on held-back prompts of the first
   round; best/ follows it;
@@ -27,7 +28,8 @@ Deliberate choices:
 - rewards are normalised at most once (WEIGHT_REWARDS).
 
 Shapes: rows = candidates of a step; R = tokens of the longest of them. A parameter `rows` beside a batch is a
-list of row numbers; batch.rows, and rows in mining, are prompts: records of the data.
+list of row numbers; batch.rows has each candidate's prompt, a record of the data, so one may stand there more
+than once. In mining `rows` are prompts, each once.
 
     python rce/rce.py                                   # edit the constants below, or: KEY=VALUE, @FILE
     python rce/rce.py STAGE=mine, then python tools/check_up.py checkpoints/rce, then rce.py STAGE=train
@@ -42,8 +44,9 @@ the weights   TAU, WEIGHT_REWARDS; rce_weights           a metric      update, r
 the reward    REWARD_FUNCTIONS, REWARD_MODE;             a plot        self.run.panels; draw_plot
               compute_rewards, shaped_rewards            the schedule  learning_rate_scale, plan_steps
 what is mined propose, choose_verified; sampling_logprobs
-The optimizer is make_optimizer's. A metric of the candidates is a reward function of weight 0. To add a
-constant write one line below; one that may be None needs its type, as SYSTEM_PROMPT has.
+The optimizer is make_optimizer's. A reward function of weight 0 adds a column reward/NAME to the candidates
+and a metric of that name to evaluation, none to the training steps. To add a constant write one line below;
+one that may be None needs its type, as SYSTEM_PROMPT has.
 """
 
 import ast
@@ -119,7 +122,7 @@ STAGE = "all"  # all | mine | train (on the candidates of the first round) | eva
 EVALUATE_POLICY = "best"  # best, or step_N, of OUTPUT_DIR; or any model: a folder or a hub name
 EVALUATE_SAMPLES = 8  # sampled responses per prompt in STAGE=evaluate: k of pass@k and majority@k
 ROUNDS = 2  # times to mine and train
-CANDIDATES: str | None = None  # a parquet of candidates to use in the first round instead of mining
+CANDIDATES: str | None = None  # a parquet of scored candidates to use in the first round instead of mining
 
 # Models: a folder or a hub name
 ACTOR_MODEL = f"{ROOT}/data/tiny/policy"
@@ -147,9 +150,9 @@ MAX_TRAIN_PROMPTS: int | None = None  # number of prompts read, from the first o
 MAX_EVAL_PROMPTS: int | None = 200
 VALIDATION_FRACTION = 0.2  # of the first round's prompts: never trained on
 
-# Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function; a function, or its name in
-# rewards/. This score is logged in evaluation. Trained is r: REWARD_MODE makes it of HARD_REWARD, SOFT_REWARD
-# and gt_prob. Weight 0: a part for these, not for the score
+# Rewards: pairs (function or its name in rewards/, weight). The score, REWARD_MODEL_WEIGHT * reward model +
+# sum of weight * function, is logged in evaluation and never trained on. What is trained on is r, which
+# REWARD_MODE makes of HARD_REWARD, SOFT_REWARD and gt_prob. Weight 0: not in the score, but perhaps in r
 REWARD_FUNCTIONS = [("exact_answer", 1.0), ("rouge_l", 0.0)]
 REWARD_MODEL_WEIGHT = 1.0
 HARD_REWARD = "exact_answer"  # the part of REWARD_FUNCTIONS that is 1 for right, 0 for wrong candidates
@@ -170,9 +173,9 @@ GREEDY = True  # propose the greedy response
 BEAMS = 2  # propose the responses of a beam search of this width; 0: none
 GROUP_SIZE = 13  # sampled responses per prompt, dealt out over SAMPLE_TEMPERATURES
 SAMPLE_TEMPERATURES = [0.6, 0.8, 1.0]
-INCLUDE_REFERENCE = False  # propose the data's own solution
+INCLUDE_REFERENCE = False  # propose the data's own solution, if it has at most MAX_NEW_TOKENS tokens
 CHEAP_SIGNAL = "gt_prob"  # gt_prob | logprob: what candidates are ranked by before they are verified
-VERIFY_TOP: int | None = None  # how many of a prompt's best candidates are verified; None: all
+VERIFY_TOP: int | None = None  # how many of a prompt's best are verified, whoever proposed them; None: all
 VERIFY_RANDOM = 2  # how many of its others are verified, at random
 MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
 MAX_NEW_TOKENS = 64
@@ -180,7 +183,7 @@ TEMPERATURE = 1.0  # > 0; divides the logits in training, evaluation and logged 
 EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
 
 # Training
-BATCH_SIZE = 32  # prompts mined at a time
+BATCH_SIZE = 32  # prompts per training step, times GRADIENT_ACCUMULATION_STEPS; and prompts mined at a time
 MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: chosen from the memory
 GRADIENT_ACCUMULATION_STEPS = 1  # batches of BATCH_SIZE prompts per step; micro-batches: MICRO_BATCH_ROWS
 TAU = 0.1  # > 0; small: only the best candidates, large: all alike
@@ -274,18 +277,21 @@ _CHANGE_SCORES = """
 """.split()
 
 # ================================================================ the maths of RCE
+# rce_weights, tau_at and rewards_by_mode stand below, under "mining and check-up"
 
 
 def sampling_logprobs(logits, temperature):
-    """Returns log-probabilities (..., vocabulary) of the distribution that responses are sampled from. Edit
-    it here, for example for top-p; a token that must not be sampled gets -inf. Candidates are always scored,
-    and trained on, by the full distribution: a token that top-p drops could never be learnt."""
+    """Returns log-probabilities (..., vocabulary) of the distribution that mining (except its beams) and
+    evaluation sample from. Edit it here, for example for top-p; a token that must not be sampled gets -inf.
+    Candidates are scored, and trained on, by the full distribution and not by this one: by this one a token
+    that top-p drops could never be learnt."""
     return full_logprobs(logits, temperature)
 
 
 def rce_loss(logprobs, mask, weights, num_prompts, length_normalise):
     """Returns these rows' share of the step's loss: the sum of weight * -log pi(row), divided by the number
-    of prompts in the whole step. logprobs, mask (rows, R); weights (rows,)."""
+    of prompts in the whole step. logprobs, mask (rows, R); weights (rows,). A prompt's candidates may be
+    divided over several calls."""
     row_logprobs = (logprobs * mask).sum(1)
     if length_normalise:
         row_logprobs = row_logprobs / mask.sum(1)
@@ -314,8 +320,7 @@ class RCETrainer:
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
-        temperatures = SAMPLE_TEMPERATURES or [0.0]
-        if min(temperatures) < 1e-3 or max(temperatures) > 1e3:
+        if not SAMPLE_TEMPERATURES or not all(1e-3 <= t <= 1e3 for t in SAMPLE_TEMPERATURES):
             raise UserError(f"SAMPLE_TEMPERATURES = {SAMPLE_TEMPERATURES}: it takes numbers, 0.001 to 1000")
         if ANSWER_FORM.count("{answer}") != 1:
             raise UserError(f"ANSWER_FORM = {ANSWER_FORM!r} must contain {{answer}} once")
@@ -330,7 +335,8 @@ class RCETrainer:
         name = "/".join(Path(ACTOR_MODEL).parts[-2:])
         self.run.title = f"RCE ({REWARD_MODE}, tau {TAU:g}), {name}, seed {SEED}"
         pass_at_k = f"pass@{EVAL_SAMPLES}"
-        # In training, reward and response_length are those of the mined candidates, not the policy's
+        # In training, reward is r, and it and response_length are those of the mined candidates; in
+        # evaluation, reward is the score, and both are those of the policy's responses
         self.run.phase_names = {"train": "mined candidates", "eval": "the policy, held out"}
         for label, keys in PLOT_PANELS:
             self.run.panels.append((label, [key.replace("pass@k", pass_at_k) for key in keys]))
@@ -344,7 +350,7 @@ class RCETrainer:
         self.rows = {row["id"]: row for row in self.train_rows}  # train_rows become those of the round
         if len(self.rows) < len(self.train_rows):
             raise UserError(
-                "TRAIN_DATASETS has a data set twice, and candidates go by path and line: name it once"
+                "TRAIN_DATASETS has a data set twice, and candidates go by data set and line: name it once"
             )
         # What a checkpoint keeps beside weights, optimizers and generators. order: this epoch's permutation;
         # to_train: how many prompts the round trains on, a guess until it is mined; candidates: the digest of
@@ -389,7 +395,7 @@ class RCETrainer:
     def tidy_candidates(self):
         """Archives candidates of rounds after the checkpoint, and copies those before it if the run goes on
         in another folder."""
-        archived = list(filter(Path.exists, self.to_copy.values()))
+        archived = list(filter(Path.exists, self.to_copy.values()))  # the copies would overwrite these
         for path in Path(OUTPUT_DIR).glob("candidates_round_*"):
             if (
                 int("0" + re.sub(r"\D", "", path.name)) > self.state.round
@@ -400,7 +406,8 @@ class RCETrainer:
             write_atomically(path, partial(shutil.copyfile, source))
 
     def train_round(self):
-        """Trains on this round's candidates until the round's last step."""
+        """Trains on this round's candidates until the round's last step. To end the round early, set
+        self.round_end = run.step; after a `break` the same round would begin again."""
         run = self.run
         if run.needs_first_evaluation():
             run.log_evaluation(self.measure())
@@ -424,7 +431,7 @@ class RCETrainer:
         Returns False if a signal stopped the mining, or if a later round has nothing to train on."""
         path = candidates_path(self.state.round)
         number = str(self.state.round)
-        is_new = number not in self.state.candidates
+        is_new = number not in self.state.candidates  # not yet trained on, though perhaps mined
         if is_new and CANDIDATES and self.state.round == 1:
             if not path.exists():
                 raise UserError(f"there are no candidates at {path}: correct CANDIDATES")
@@ -434,6 +441,10 @@ class RCETrainer:
         elif is_new and not self.mine(path):
             return False
         groups = read_candidates(path, self.rows, vocab_size(self.actor))
+        tokens = max(len(row["ids"]) + len(c["token_ids"]) for row, group in groups for c in group)
+        if tokens > max_positions(self.actor):  # of candidates that were given
+            fault = f"has {tokens} tokens with its prompt, and ACTOR_MODEL reads {max_positions(self.actor)}"
+            raise UserError(f"{path}: a candidate {fault}: leave it out")
         self.split()
         self.choose_rows(groups)
         if is_new:
@@ -477,8 +488,8 @@ class RCETrainer:
                     self.train_rows.append({**row, "candidates": candidates, "rewards": shaped})
 
     def next_batch(self):
-        """Returns the next prompts' candidates as a batch with their weights. Candidates whose weight is 0
-        are left out."""
+        """Returns the next prompts' candidates as a batch with their weights. Candidates whose weight is not
+        above 0 are left out."""
         chosen = next_rows(self.train_rows, self.state, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)
         tau = tau_at(max(0, self.run.step - 1), self.run.total_steps)
         kept = []  # (row, candidate, reward, weight)
@@ -538,7 +549,7 @@ class RCETrainer:
     def split(self):
         """Holds back VALIDATION_FRACTION of the first round's prompts, to validate. It chooses by the
         prompt's text, so equal prompts fall on one side."""
-        groups = read_candidates(candidates_path(1), self.rows, math.inf)
+        groups = read_candidates(candidates_path(1), self.rows, math.inf)  # inf: its ids were checked before
         prompts, _ = zip(*groups)
         texts = list(dict.fromkeys(map(as_text, column(prompts, "prompt"))))
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(SEED)).tolist()
@@ -560,11 +571,11 @@ class RCETrainer:
         """Mines this round's prompts into the file `path`, or checks that the file was mined with the same
         constants. Returns False if a signal stopped it."""
         facts = mining_facts()
-        if self.state.round > 1:  # whose prompts are those not held back
+        if self.state.round > 1:  # its prompts depend on which ones are held back
             facts = mining_facts(VALIDATION_FRACTION=VALIDATION_FRACTION)
         if path.exists():
             mined_with = read_parquet(path)[1]
-            keys = facts.keys() - {"BATCH_SIZE"}  # which decides the parts of an unfinished file alone
+            keys = facts.keys() - {"BATCH_SIZE"}  # it only cuts an unfinished file into parts
             if mined_with:  # else the file is not this program's
                 check_facts(path, mined_with, facts, keys, "start afresh with RESUME=no")
             return True
@@ -581,6 +592,10 @@ class RCETrainer:
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED)).tolist()
         rows = [rows[i] for i in order]
         first_round = rows[:MINE_PROMPTS]
+        if CANDIDATES:  # they may be of other prompts: those come first
+            given = {row["id"] for row, _ in read_candidates(candidates_path(1), self.rows, math.inf)}
+            rows.sort(key=lambda row: row["id"] not in given)
+            first_round = rows[: len(given)]
         if self.state.round == 1:
             return first_round
         self.split()
@@ -623,7 +638,7 @@ class RCETrainer:
         candidate that lists its sources."""
         eos = self.eos_ids.tolist()
         prompts = column(rows, "ids")
-        proposals = []  # (the prompt's index, token ids, source, temperature)
+        proposals = []  # (the prompt's index, token ids with EOS, source, temperature)
         if GREEDY:
             batch = respond(self.actor, self.tokenizer, prompts, None)
             check_sampler(self.actor, batch)
@@ -705,13 +720,15 @@ class RCETrainer:
             candidate.update(eval_failed=False, eval_error=None, hard=None, soft=None)
 
     def verify(self, candidates):
-        """Scores candidates with the reward, many in a call. If that raises, they are scored one by one, and
-        those that raise are marked as failed."""
+        """Scores candidates with the reward, many in a call. If that raises, they are scored one by one, also
+        by a reward that compares responses, and those that raise are marked as failed."""
         if not candidates:
             return
         try:
             scored = list(zip(candidates, self.reward_parts_of(candidates)))
-        except Exception:  # a reward function may raise anything
+        except Exception as failure:  # a reward function may raise anything
+            fault = f"scoring {len(candidates)} candidates at once failed ({first_line(failure)})"
+            self.run.log(f"WARNING: {fault}: now one by one")
             scored = []
             for candidate in candidates:
                 try:
@@ -719,7 +736,6 @@ class RCETrainer:
                 except Exception as error:
                     why = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
                     candidate |= {"eval_failed": True, "eval_mode": "failed", "eval_error": why}
-                    candidate |= {"hard": None, "soft": None}
         for candidate, reward_parts in scored:
             take_reward_parts(candidate, reward_parts)
 
@@ -772,7 +788,8 @@ class RCETrainer:
 
     def compute_rewards(self, prompts, responses, answers, **columns):
         """Returns the score of each response, (rows,). Edit or override it freely. columns: what reward
-        functions may take by name. self.reward_parts must get HARD_REWARD and SOFT_REWARD."""
+        functions may take by name. self.reward_parts must get the parts that HARD_REWARD and SOFT_REWARD
+        name."""
         total = torch.zeros(len(responses))
         if self.reward_model:
             self.reward_parts["reward_model"] = self.reward_model_score(prompts, responses).cpu()
@@ -800,8 +817,8 @@ class RCETrainer:
         return metrics
 
     def validate(self):
-        """Returns how often the policy's pick, its likeliest verified candidate, is right on the prompts held
-        back. It calls no reward function."""
+        """Returns how often the policy's pick is right on the prompts held back: its likeliest verified
+        candidate, not its greedy response as in check_up(). It calls no reward function."""
         if not self.validation:
             return {}
         candidates = list(itertools.chain(*(group for _, group in self.validation)))
@@ -817,7 +834,8 @@ class RCETrainer:
 
     def evaluate(self, prompts=None, answers=None, rows=None):
         """Returns metrics of greedy and sampled responses to prompts (texts or chats), or to rows (those of
-        load_prompts()), or to the held-out rows. Override it to add metrics of yours to its own."""
+        load_prompts()), or to the held-out rows. Override it to add metrics of yours to its own. Log rows of
+        another data set by run.write_metrics(): log_evaluation() would let best/ and patience follow them."""
         if rows is None:
             rows = self.eval_rows
         if prompts is not None:
@@ -1718,7 +1736,7 @@ class GradientSum:
             self.log_sum(name, (x.detach() * mask).sum() / num_tokens)
 
     def log_sum(self, name, value):
-        """Logs a number that adds up over the micro-batches."""
+        """Logs a number that adds up over the micro-batches; of a name max_... the largest is kept."""
         self.rounds[-1][name] = value
 
     def add_round(self):
@@ -1806,7 +1824,8 @@ def load_rows(datasets, constant, limit=None):
                 answer = read_answer(look_up(record, spec["output"], where), f"{where}: {spec['output']!r}")
             file_name = Path(spec["path"]).name
             if file_names[file_name] > 1:
-                file_name = spec["path"]
+                parts = [spec["path"], spec.get("name"), spec.get("split")]
+                file_name = ":".join(part for part in parts if part)
             row_id = f"{file_name}:{number}"
             rows.append({"id": row_id, "answer": answer, "columns": record, "prompt": prompt})
         if len(rows) == count_before:
@@ -2003,7 +2022,8 @@ def ids_of_ends(model, tokenizer):
 def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None):
     """Samples group_size responses to each prompt, a list of ids, by generate(); as many rows at a time as a
     training batch has. uniform (rows, MAX_NEW_TOKENS); None: the likeliest tokens. Returns a batch (see
-    make_batch) with logprobs, truncated, responses (texts) and columns (for reward functions)."""
+    make_batch) with logprobs, truncated, responses (texts) and columns (for reward functions). temperature
+    None or 0: TEMPERATURE."""
     prompts_at_a_time = max(1, BATCH_SIZE * GROUP_SIZE // group_size)
     eos_ids = ids_of_ends(model, tokenizer)
     pad_id = padding_id(model, tokenizer)
@@ -3830,9 +3850,14 @@ def rewards_by_mode(candidates, mixed_score=None):
     for key in ("hard", "soft", "gt_prob", mixed_score):
         columns[key] = [candidate.get(key) for candidate in candidates]
     try:
-        return getattr(rewards, REWARD_MODE)(*columns.values())
-    except TypeError:  # arithmetic with None
+        shaped = getattr(rewards, REWARD_MODE)(*columns.values())
+        if any(value is None for value in shaped):
+            raise TypeError("r is None")
+        return shaped
+    except TypeError:  # arithmetic with None, or what is raised above
         lacking = ", ".join(key for key, values in columns.items() if key and None in values)
+        if not lacking:  # a fault of your own function
+            raise
         raise UserError(
             f"REWARD_MODE = {REWARD_MODE!r} needs {lacking}, which the candidates lack: mine candidates "
             "that have it, or choose another REWARD_MODE"
@@ -3916,7 +3941,7 @@ def read_chunks(files, facts, read, log):
 
 def policy_pick(candidates):
     """Returns the index of what the policy picked in mining: its greedy response; without one its best beam,
-    where beams have scores; else the likeliest."""
+    where beams have scores (in rce_icl.py they do); else the likeliest."""
 
     def preference(i):
         scores = candidates[i].get("beam_score"), candidates[i].get("logprob")
@@ -3999,7 +4024,7 @@ def solutions(tokenizer, row):
 
 def check_sampler(model, batch):
     """Refuses a policy that scores its greedy responses differently from when it sampled them, or as NaN.
-    Both are log-probabilities of sampling_logprobs(), which may be edited."""
+    Both numbers, scored and sampled, are by sampling_logprobs(), which may be edited."""
     scored = batch_logprobs(model, batch, sampling_logprobs).double().sum(1)
     sampled = batch.logprobs.double().sum(1)
     difference = (scored - sampled).abs() / batch.response_lengths.clamp(min=10)
@@ -4053,7 +4078,7 @@ def gold_after_working(tokenizer, row, token_ids):
         \\boxed{{answer}}  "\\boxed{4}", golds 5 and -5          "\\boxed"             "{5}" and "{-5}"
 
     In the last line one token, `{-`, holds the mark's end and an answer's beginning. The working ends before
-    that token for all answers of the row, so their probabilities are of one place and exclude one another."""
+    that token for all answers of the row: all continue the same tokens, so their probabilities add up."""
     mark, rest = ANSWER_FORM.split("{answer}")
     mark = mark.rstrip()
     golds = []
@@ -4081,7 +4106,8 @@ def gold_after_working(tokenizer, row, token_ids):
 # ---------------------------------------------------------------- files
 
 # differs: the constants of this trainer
-# What candidates depend on: parts of one file are never mined under two settings
+# What candidates depend on: parts of one file are never mined under two settings. Add a constant of yours
+# that changes them. An edited function is not noticed: then begin anew with RESUME=no
 _MINING = """
     ACTOR_MODEL REWARD_MODEL DTYPE TRAIN_DATASETS PROMPT_TEMPLATE SYSTEM_PROMPT
     MAX_TRAIN_PROMPTS REWARD_FUNCTIONS REWARD_MODEL_WEIGHT HARD_REWARD SOFT_REWARD ANSWER_FORM
@@ -4158,7 +4184,8 @@ def read_candidates(path, rows, vocabulary):
         if hard not in (0, 1, None):
             raise UserError(f"{where}: hard is {hard}; it takes 0, 1 or, where it was not verified, null")
         defaults = {"text": "", "source": ["given"], "temperature": [None]}
-        groups.setdefault(key, []).append({**defaults, **record})
+        lacking = {name: value for name, value in defaults.items() if record.get(name) is None}
+        groups.setdefault(key, []).append({**record, **lacking})
     if not groups:
         raise UserError(f"{path}: there are no candidates in it")
     return [(rows[key], candidates) for key, candidates in groups.items()]

@@ -2078,9 +2078,14 @@ def rewards_by_mode(candidates, mixed_score=None):
         columns[key] = [candidate.get(key) for candidate in candidates]
     mix = {"mix": HYBRID_ALPHA} if REWARD_MODE == "hybrid" else {}
     try:
-        return getattr(rewards, REWARD_MODE)(*columns.values(), **mix)
-    except TypeError:  # arithmetic with None
+        shaped = getattr(rewards, REWARD_MODE)(*columns.values(), **mix)
+        if any(value is None for value in shaped):
+            raise TypeError("r is None")
+        return shaped
+    except TypeError:  # arithmetic with None, or what is raised above
         lacking = ", ".join(key for key, values in columns.items() if key and None in values)
+        if not lacking:  # a fault of your own function
+            raise
         raise UserError(
             f"REWARD_MODE = {REWARD_MODE!r} needs {lacking}, which the candidates lack: mine candidates "
             "that have it, or choose another REWARD_MODE"
@@ -2164,7 +2169,7 @@ def read_chunks(files, facts, read, log):
 
 def policy_pick(candidates):
     """Returns the index of what the policy picked in mining: its greedy response; without one its best beam,
-    where beams have scores; else the likeliest."""
+    where beams have scores (in rce_icl.py they do); else the likeliest."""
 
     def preference(i):
         scores = candidates[i].get("beam_score"), candidates[i].get("logprob")

@@ -994,10 +994,7 @@ MUTANTS = [
     ),
     (
         RCE,
-        (
-            'candidate |= {"eval_failed": True, "eval_mode": "failed", "eval_error": why}\n'
-            '                    candidate |= {"hard": None, "soft": None}'
-        ),
+        'candidate |= {"eval_failed": True, "eval_mode": "failed", "eval_error": why}',
         'candidate |= {"hard": 0.0, "soft": 0.0}',
         IN_RCE + "a_candidate_whose_scoring_raised_is_kept_and_is_no_negative",
     ),

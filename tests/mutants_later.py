@@ -3,6 +3,7 @@
 PPO = "ppo/ppo.py"
 GRPO = "grpo/grpo.py"
 RCE = "rce/rce.py"
+IN_RCE = "tests/test_rce.py::test_"
 REC = "grpo/grpo_rec.py"
 ICL = "rce/rce_icl.py"
 DPO = "rce/dpo.py"
@@ -57,6 +58,49 @@ MUTANTS = [
         "if shapes[0] != shapes[1]:",
         "if False:",
         "tests/test_grpo.py::test_a_reference_of_other_layers_cannot_be_moved",
+    ),
+    # rce.py: candidates that are given, rewards of one's own; the rows of a hub data set's subsets
+    (
+        RCE,
+        "if record.get(name) is None}",
+        "if name not in record}",
+        IN_RCE + "a_column_that_may_be_missing_may_also_be_null",
+    ),
+    (
+        RCE,
+        "if any(value is None for value in shaped):",
+        "if False:",
+        IN_RCE + "candidates_without_what_the_mode_needs_are_refused[soft_only]",
+    ),
+    (
+        RCE,
+        "        if not lacking:  # a fault of your own function",
+        "        if False:  # a fault of your own function",
+        IN_RCE + "a_fault_of_a_reward_mode_of_ones_own_is_not_hidden",
+    ),
+    (
+        RCE,
+        '            self.run.log(f"WARNING: {fault}: now one by one")',
+        "            pass",
+        IN_RCE + "a_reward_that_cannot_be_asked_about_many_is_asked_one_by_one_which_is_logged",
+    ),
+    (
+        RCE,
+        'rows.sort(key=lambda row: row["id"] not in given)',
+        "pass",
+        IN_RCE + "given_candidates_are_the_first_rounds_prompts_whatever_they_are",
+    ),
+    (
+        RCE,
+        "        if tokens > max_positions(self.actor):",
+        "        if False:",
+        IN_RCE + "the_mapping_is_strict",
+    ),
+    (
+        PPO,
+        'parts = [spec["path"], spec.get("name"), spec.get("split")]',
+        'parts = [spec["path"]]',
+        "tests/test_run.py::test_rows_of_two_subsets_of_a_hub_data_set_have_names_of_their_own",
     ),
     # what ends a run
     (

@@ -73,8 +73,8 @@ MUTANTS = [
     (RCE, "            if mined_with:  # else", "            if True:  # else", MINED),
     (
         RCE,
-        "        if self.state.round > 1:  # whose",
-        "        if False:  # whose",
+        "        if self.state.round > 1:  # its prompts",
+        "        if False:  # its prompts",
         IN_RCE + "what_is_held_back_decides_which_prompts_later_rounds_mine",
     ),
     (

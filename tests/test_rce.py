@@ -700,7 +700,9 @@ def test_the_mapping_is_strict(rce, mined, tmp_path):
         ({"token_ids": [-1]}, "row 3: token_ids"),
         ({"hard": 0.5}, "row 3: hard is 0.5"),
     ]
+    faults.append(({"token_ids": [5] * 2000}, "a candidate has 20.. tokens with its prompt, and ACTOR_MODEL"))
     script = rce(STAGE="train", CANDIDATES=str(tmp_path / "c.parquet"))
+    script.max_positions = lambda model: 512
     for change, says in faults:
         script.write_parquet(
             [{**c, **change} if i == 2 else c for i, c in enumerate(records)], tmp_path / "c.parquet", {}
@@ -2030,6 +2032,58 @@ def test_a_later_round_without_prompts_to_train_on_ends_the_run(rce, mined, monk
     trainer.train()
     said = capsys.readouterr().out
     assert "Round 2 ends the run, because in " in said and "Done at step " in said
+
+
+def test_a_column_that_may_be_missing_may_also_be_null(rce, mined, tmp_path):
+    """As it is where records of one's own are added to a mined file."""
+    records = pq.read_table(mined).to_pylist()
+    own = [{**c, "source": None, "temperature": None, "text": None} for c in records]
+    script = rce()
+    script.write_parquet(records + own, tmp_path / "c.parquet", {})
+    rows = script.RCETrainer().rows
+    found = script.read_candidates(tmp_path / "c.parquet", rows, 82)
+    for (_, before), (_, after) in zip(script.read_candidates(mined, rows, 82), found):
+        assert after[: len(before)] == before and len(after) == 2 * len(before)
+        assert all(c["source"] == ["given"] and c["text"] == "" for c in after[len(before) :])
+
+
+@pytest.mark.parametrize("mode", ["soft_only", "hard_plus_soft_v2"])
+def test_candidates_without_what_the_mode_needs_are_refused(rce, mined, tmp_path, mode):
+    names = ["prompt_id", "prompt", "token_ids", "hard", "eval_failed"]
+    pq.write_table(pq.read_table(mined).select(names), tmp_path / "c.parquet")
+    script = rce(STAGE="train", CANDIDATES=str(tmp_path / "c.parquet"), REWARD_MODE=mode, EVAL_DATASETS=[])
+    with pytest.raises(script.UserError, match=f"REWARD_MODE = '{mode}' needs .*soft, which the candidates"):
+        script.RCETrainer().prepare_round()
+
+
+def test_a_fault_of_a_reward_mode_of_ones_own_is_not_hidden(rce, monkeypatch):
+    script = rce()
+    monkeypatch.setattr(script.rewards, "mine", lambda hard, soft: hard, raising=False)
+    script.REWARD_MODE = "mine"
+    with pytest.raises(TypeError, match="takes 2 positional arguments but 4 were given"):
+        script.rewards_by_mode([candidate(1.0), candidate(0.0)])
+
+
+def test_a_reward_that_cannot_be_asked_about_many_is_asked_one_by_one_which_is_logged(rce, capsys):
+    script = rce()
+    trainer = script.RCETrainer()
+    candidates = list(itertools.chain(*trainer.propose(trainer.train_rows[:1])))
+    script.RCETrainer.reward_parts_of = lambda self, some: (
+        [{"exact_answer": 1.0, "rouge_l": 1.0}] * (len(some) if len(some) == 1 else 1 // 0)
+    )
+    trainer.verify(candidates)
+    assert all(c["hard"] == 1.0 for c in candidates)
+    assert f"WARNING: scoring {len(candidates)} candidates at once failed (" in capsys.readouterr().out
+
+
+def test_given_candidates_are_the_first_rounds_prompts_whatever_they_are(rce, mined, tmp_path):
+    """Of another seed here: the second round must not mine them again."""
+    script = rce(CANDIDATES=str(mined), ROUNDS=2, SEED=5, MAX_TRAIN_PROMPTS=60)
+    trainer = script.RCETrainer()
+    given = {row["id"] for row, _ in script.read_candidates(mined, trainer.rows, 82)}
+    trainer.state.round = 2
+    rows = trainer.round_rows()
+    assert len(given) == 15 and rows and not given & {row["id"] for row in rows}
 
 
 def test_a_gold_answer_must_fit_the_model_too(rce, monkeypatch):

@@ -1955,6 +1955,16 @@ def test_a_run_that_goes_on_elsewhere_has_its_own_wandb_run(ppo, tmp_path, monke
         assert trainer.run.step == 4 and begun[2:] == ["run 2"]  # and keeps it
 
 
+def test_rows_of_two_subsets_of_a_hub_data_set_have_names_of_their_own(monkeypatch):
+    record = {"problem": "1 + 1", "solution": "2"}
+    script = load_script("ppo/ppo.py")
+    monkeypatch.setattr(script, "read_records", lambda spec, where: [(1, dict(record))])
+    spec = {"path": "some/math", "type": "hub", "input": "problem"}
+    specs = [{**spec, "name": "algebra"}, {**spec, "name": "geometry"}, {**spec, "split": "test"}]
+    names = ["some/math:algebra:1", "some/math:geometry:1", "some/math:test:1"]
+    assert [row["id"] for row in script.load_rows(specs, "TRAIN_DATASETS")] == names
+
+
 def test_a_run_that_is_stopped_after_its_checkpoint_stays_stopped(ppo):
     trainer = ppo(MAX_STEPS=3, SAVE_EVERY_N_STEPS=1).PPOTrainer()
     save = trainer.run.save
