@@ -129,7 +129,7 @@ def sb3(words):
         episodes = module.MAX_STEPS * module.N_STEPS
         rows = trainer.table.splits["test"]
         started = time.time()
-        for _ in range(module.MAX_STEPS):
+        for trainer.run.step in range(1, module.MAX_STEPS + 1):  # the learning rate depends on it
             batch = trainer.rollout()
             trainer.compute_advantages(batch)
             trainer.update(batch)

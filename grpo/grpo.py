@@ -126,7 +126,7 @@ REFERENCE_MODEL: str | None = None  # None: a frozen copy of the initial actor, 
 LORA_RANK = 0  # 0: all weights are trained; > 0: only LoRA adapters of this rank (2106.09685)
 LORA_ALPHA = 32.0  # an adapter's output is scaled by LORA_ALPHA / LORA_RANK
 LORA_TARGETS = "all-linear"  # "all-linear" (every linear layer except the heads), or names: q_proj,v_proj
-DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state stay float32)
+DTYPE = "float32"  # float32 | bfloat16 (autocast; trained weights and optimizer state stay float32)
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
 
@@ -214,7 +214,7 @@ SAVE_EVERY_N_STEPS = 25  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 10  # 0: only before the first and after the last step
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: all steps are run
-EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
+EARLY_STOPPING_THRESHOLD = 0.0  # a gain above this resets patience; best/ keeps the highest reward
 LOG_SAMPLES = 4  # responses per step written to samples.jsonl
 RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or a run
 OUTPUT_DIR = f"{ROOT}/checkpoints/grpo"
@@ -536,7 +536,7 @@ class GRPOTrainer:
         """Makes GROUP_EPOCHS passes of MINI_BATCHES optimizer steps. Returns the means of their metrics."""
         run = self.run
         schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
-        steps_done = max(0, run.step - 1)  # 0 also outside train()
+        steps_done = max(0, run.step - 1)  # run.step is 0 before the first step
         scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
         set_learning_rate(self.optimizers["policy"], LEARNING_RATE * scale)
         self.select_tokens(batch)
@@ -704,8 +704,8 @@ class GRPOTrainer:
 
 def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.float32):
     """Returns the model of a folder or hub name, in evaluation mode. Missing or unexpected weights are an
-    error. With new_head it gets a head for one label: the checkpoint may lack that head, whose weights then
-    start at zero, or hold another one."""
+    error. With new_head it gets a head for one label. Weights of the head that the checkpoint lacks, or has
+    in another shape, start at zero; those that fit are kept."""
     if (Path(path) / "adapter_config.json").exists():
         hint = "to resume its run set the LORA_RANK it had; as a model take its run's best/policy"
         raise UserError(f"{constant} = {str(path)!r} is a LoRA adapter: {hint}")
@@ -825,8 +825,8 @@ def autocast(model):
 
 
 def unbatched_logits(model, batch):
-    """Returns what logits_of_rows() returns, by the plainest way: one row at a time, without padding,
-    attention mask or cache."""
+    """Returns the logits that logits_of_rows() returns, by the plainest way: one row at a time, without
+    padding, attention mask or cache."""
     logits = []
     for prompt, response, _ in batch.sequences:
         ids = torch.tensor([prompt + response], device=model.device)
@@ -1183,8 +1183,8 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
 
 # ---------------------------------------------------------------- decoding with shared prompts
 # Keys and values of a prompt are kept once for all its responses: a rollout takes 0.44 to 0.7 of the time
-# (docs/lab/speed.md). Whoever deletes this section must also delete every line above it that names
-# shared_prompts or _SHARED_DECODING: they are in load_model(), check_models(), forward() and Decoder.
+# (docs/lab/speed.md). Whoever deletes this section must also take the uses of what it defines, and of
+# shared_prompts, out of load_model(), check_models(), forward() and Decoder.
 
 _SHARED_DECODING = WeakSet()  # models for which check_models() found that decoding this way is right
 
@@ -1246,7 +1246,7 @@ class SharedPrompts:
 def shared_prompt_attention(module, query, key, value, attention_mask, shared_prompts=None, **options):
     """Computes transformers' sdpa attention. With shared prompts, which occur in decoding alone, each row has
     one query token: it gets one softmax over the row's prompt and its response. Query heads that share a key
-    head stand side by side. Some models pass attention_mask by name."""
+    head stand side by side. attention_mask must keep its name: some models pass it as a keyword."""
     if shared_prompts is None or module.layer_idx not in shared_prompts.layers:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     by_prompt, by_row = shared_prompts.by_prompt, shared_prompts.by_row
@@ -1343,8 +1343,8 @@ def batch_logprobs(model, batch, distribution):
 
 
 # ---------------------------------------------------------------- scoring with shared prompts
-# A prompt is read once with all its responses. Whoever deletes this section must also delete what names
-# _SHARED_SCORING or logits_of_shared_prompts in response_logits() and check_models().
+# A prompt is read once with all its responses. Whoever deletes this section must keep attention_windows()
+# and take what names _SHARED_SCORING or logits_of_shared_prompts out of response_logits() and check_models().
 
 _SHARED_SCORING = WeakSet()  # models for which check_models() found that scoring this way is right
 _RESPONSE_TOKENS = 1024  # most response tokens in one sequence, because its attention is dense
@@ -1352,7 +1352,8 @@ _RESPONSE_TOKENS = 1024  # most response tokens in one sequence, because its att
 
 def attention_windows(model):
     """Returns {layer type: how many tokens back a query sees; None: all} from the model's config. Returns {},
-    so that prompts are not shared, if the config has other types of layers, or a window that no type has."""
+    so that prompts are not shared, if the config has other types of layers, or if it names a window but no
+    layer type has one."""
     try:
         config = model.config.get_text_config(decoder=True)
         layer_types, options = get_layer_types_and_kwargs(config)
@@ -1932,8 +1933,8 @@ def encoder_scores(model, tokenizer, prompts, responses):
 
 
 def response_metrics(batch, scores, reward_parts):
-    """Returns means over responses: of the scores and their parts, of the lengths, of which were
-    truncated."""
+    """Returns means over responses, of the scores, their parts and the lengths, and the share of responses
+    that were truncated."""
     metrics = {"reward": scores.mean().item()}
     for name, values in reward_parts.items():
         metrics[f"reward/{name}"] = values.mean().item()
@@ -2930,7 +2931,8 @@ def read_metrics(path):
 
 
 def varies(records, keys, phases):
-    """Returns whether one of the metrics has different values in records of the phases, or only one value."""
+    """Returns whether a plot of these metrics shows something: in the records of the phases one of them has
+    different values, or a single one."""
     for key in keys:
         values = []
         for record in records:
@@ -3054,12 +3056,12 @@ class Run:
         self.log_lines = {}  # {name: lines in it when the checkpoint was saved}
         self.text_log = None  # file of what log() prints
         self.has_changed = False  # whether the run resumes with other constants
-        self.has_other_scores = False  # whether one is in _CHANGE_SCORES, and best/ has the earlier scores
+        self.has_other_scores = False  # a changed constant is in _CHANGE_SCORES; best/ has the earlier scores
         self.has_failed = False  # True while train() runs, and after it ended with an error
         self.unwritten = []  # what log() printed before that file was open
         self.step = 0  # the current step, from 1; between steps, how many are done
         self.total_steps = 0
-        self.clock = None  # for the time left: when the next step began, and the steps done before it
+        self.clock = None  # for time_left(): when this train() began its first step, and the steps before it
         self.reset_best()
         self.evaluation = {}  # the last one's metrics
         self.skipped = 0  # optimizer steps in a row that were not finite
@@ -3074,7 +3076,8 @@ class Run:
         self.lock = filelock.FileLock(self.folder / ".lock", thread_local=False, is_singleton=True)
         if rank() == 0:
             self.take_lock()
-            finish_replacing(self.folder / "best")
+            for old in [*self.folder.glob("best.old"), *self.folder.glob("step_*.old")]:
+                finish_replacing(old.with_suffix(""))
         choose = partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.log)
         self.checkpoint = broadcast_from_rank0(choose)  # to resume from; later the last that was saved
         if self.checkpoint:

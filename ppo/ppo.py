@@ -124,13 +124,13 @@ EVALUATE_SAMPLES = 8  # sampled responses per prompt in STAGE=evaluate: k of pas
 
 # Models: a folder or a hub name
 ACTOR_MODEL = f"{ROOT}/data/tiny/policy"
-CRITIC_MODEL: str | None = None  # None: the actor's weights. The value head starts at zero
+CRITIC_MODEL: str | None = None  # None: the actor's weights. A value head that is missing starts at zero
 REWARD_MODEL: str | None = f"{ROOT}/data/tiny/reward_model"  # classifier with one label; or None
 REFERENCE_MODEL: str | None = None  # None: a frozen copy of the initial actor, if KL_COEF > 0
 LORA_RANK = 0  # 0: all weights are trained; > 0: only LoRA adapters of this rank (2106.09685)
 LORA_ALPHA = 32.0  # an adapter's output is scaled by LORA_ALPHA / LORA_RANK
 LORA_TARGETS = "all-linear"  # "all-linear" (every linear layer except the heads), or names: q_proj,v_proj
-DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state stay float32)
+DTYPE = "float32"  # float32 | bfloat16 (autocast; trained weights and optimizer state stay float32)
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
 
@@ -194,7 +194,7 @@ KL_HORIZON = 10000  # time constant of the adaptive KL_COEF, in responses; a ste
 GAMMA = 1.0  # 0 to 1
 LAM = 0.95  # 0 to 1; 1: Monte-Carlo returns minus values
 CRITIC_LAM = 1.0  # lambda of the critic's targets, 0 to 1; 1: the discounted sum of the rewards from t on
-VALUE_FIT_DECAY: float | None = 0.5  # the step k steps ago counts this**k in the values' fit; None: no fit
+VALUE_FIT_DECAY: float | None = 0.5  # in the values' fit a step counts this share of the next; None: no fit
 CRITIC_WARMUP_STEPS = 0  # number of first steps that train the critic alone (2503.01491)
 WHITEN_ADVANTAGES = True
 
@@ -207,7 +207,7 @@ SAVE_EVERY_N_STEPS = 25  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 10  # 0: only before the first and after the last step
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: all steps are run
-EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
+EARLY_STOPPING_THRESHOLD = 0.0  # a gain above this resets patience; best/ keeps the highest reward
 LOG_SAMPLES = 4  # responses per step written to samples.jsonl
 RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or a run
 OUTPUT_DIR = f"{ROOT}/checkpoints/ppo"
@@ -382,8 +382,8 @@ def fitted_values(moments, features):
 
 
 def ppo_stats(logprobs, old_logprobs, advantages, clip_range, clip_range_high):
-    """Returns what is logged of each token, a dict of (rows, R), to which you may add: the k3 estimate of
-    KL(old || new), whether the ratio was clipped, |log ratio|, and |ratio - 1|. Means over the tokens are
+    """Returns what is logged of each token, a dict of (rows, R): the k3 estimate of KL(old || new), whether
+    the ratio was clipped, |log ratio|, and |ratio - 1|. You may add others. Means over the tokens are
     logged; of ratio_deviation the maximum. They are measured before each optimizer step is made: with only
     one step per rollout all of these are 0. The log ratio is bounded below, since a token that an edited
     sampling_logprobs() now excludes has log-probability -1e30."""
@@ -443,8 +443,9 @@ class PPOTrainer:
         self.run.register(self.state, self.models, self.optimizers, self.tokenizer)
         if VALUE_FIT_DECAY is None:
             self.state.value_moments = None  # a run that resumes may have had a fit
+        # Only a run with KL_TARGET goes on from the checkpoint's coefficient, and only if that is above 0
         if not KL_TARGET or not self.state.kl_coef:
-            self.state.kl_coef = KL_COEF  # the checkpoint's counts only if KL_TARGET adapts it, from above 0
+            self.state.kl_coef = KL_COEF
         self.run.total_steps = last_step(self.state, self.run.step)
 
     def load_models(self):
@@ -498,7 +499,8 @@ class PPOTrainer:
                 self.record(batch, metrics)
                 self.adapt_kl(metrics["kl"], len(batch.rows))
                 # To end the run by a metric, set run.is_stopped = True here: this step is evaluated and saved
-                # While the critic is trained alone, the policy is what it was: patience must not run out
+
+                # Patience must not run out while the critic is trained alone, for the policy does not change
                 evaluates = run.is_due(EVAL_EVERY_N_STEPS) and not self.trains_critic_alone()
                 if evaluates or run.is_last_step():
                     run.log_evaluation(self.evaluate())
@@ -543,8 +545,8 @@ class PPOTrainer:
                     batch.ref_logprobs = batch_logprobs(self.reference, batch, full_logprobs)
 
     def score_responses(self, batch):
-        """Gives compute_rewards() at most BATCH_SIZE * GROUP_SIZE responses at a time. Returns scores (rows,)
-        less MISSING_EOS_PENALTY; token scores (rows, R), or None if compute_rewards() returned one number for
+        """Calls compute_rewards() a chunk at a time, see reward_chunks(). Returns scores (rows,) less
+        MISSING_EOS_PENALTY; token scores (rows, R), or None if compute_rewards() returned one number for
         each response; and the reward parts."""
         function = self.compute_rewards
         with full_parameters(self.reward_model):
@@ -559,9 +561,9 @@ class PPOTrainer:
 
     def compute_rewards(self, prompts, responses, answers, **columns):
         """Returns the score of each response, (rows,), or a list per response of its tokens' rewards. Edit or
-        override freely. A call has BATCH_SIZE * GROUP_SIZE responses at most, not the whole step's. columns:
-        what reward functions take by name: response_ids (with EOS), messages, the columns of the data. What
-        you put into self.reward_parts is logged."""
+        override freely. A call has a chunk of the step's responses, see reward_chunks(). columns: what reward
+        functions take by name: response_ids (with EOS), messages, the columns of the data. What you put into
+        self.reward_parts is logged."""
         total = torch.zeros(len(responses))
         if self.reward_model:
             self.reward_parts["reward_model"] = self.reward_model_score(prompts, responses).cpu()
@@ -621,7 +623,7 @@ class PPOTrainer:
     def set_learning_rates(self):
         """Sets this step's learning rates. Returns the actor's: 0 while only the critic is trained."""
         run = self.run
-        steps_done = max(0, run.step - 1)  # 0 also outside train()
+        steps_done = max(0, run.step - 1)  # run.step is 0 before the first step
         schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
         critic_scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
         learning_rate = 0.0
@@ -636,7 +638,7 @@ class PPOTrainer:
 
     def trains_critic_alone(self):
         """Returns whether this is one of the first CRITIC_WARMUP_STEPS: actor and KL coefficient stay."""
-        steps_done = max(0, self.run.step - 1)  # 0 also outside train()
+        steps_done = max(0, self.run.step - 1)  # run.step is 0 before the first step
         return steps_done < CRITIC_WARMUP_STEPS
 
     def optimizer_step(self, batch, rows):
@@ -767,11 +769,11 @@ class PPOTrainer:
         count_signal(self, has_signal, "all responses")
 
     def check_critic(self, explained_variance):
-        """Says once, at the 20th step, if the critic's median in the last 10 was below 5%."""
+        """Says once, at the 20th step, if the median of explained_variance in the last 10 was below 5%."""
         if not math.isfinite(explained_variance):  # all returns were equal: the step does not count
             return
         self.explained_variances.append(explained_variance)
-        last = sorted(self.explained_variances[10:])
+        last = sorted(self.explained_variances[10:])  # 10 values at the 20th step, and only then
         if len(last) == 10 and last[5] < 0.05:
             found = (
                 f"in the last 10 steps the critic explained {max(0, last[5]):.0%} of the returns' variance"
@@ -789,8 +791,8 @@ class PPOTrainer:
 
 def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.float32):
     """Returns the model of a folder or hub name, in evaluation mode. Missing or unexpected weights are an
-    error. With new_head it gets a head for one label: the checkpoint may lack that head, whose weights then
-    start at zero, or hold another one."""
+    error. With new_head it gets a head for one label. Weights of the head that the checkpoint lacks, or has
+    in another shape, start at zero; those that fit are kept."""
     if (Path(path) / "adapter_config.json").exists():
         hint = "to resume its run set the LORA_RANK it had; as a model take its run's best/policy"
         raise UserError(f"{constant} = {str(path)!r} is a LoRA adapter: {hint}")
@@ -910,8 +912,8 @@ def autocast(model):
 
 
 def unbatched_logits(model, batch):
-    """Returns what logits_of_rows() returns, by the plainest way: one row at a time, without padding,
-    attention mask or cache."""
+    """Returns the logits that logits_of_rows() returns, by the plainest way: one row at a time, without
+    padding, attention mask or cache."""
     logits = []
     for prompt, response, _ in batch.sequences:
         ids = torch.tensor([prompt + response], device=model.device)
@@ -1266,8 +1268,8 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
 
 # ---------------------------------------------------------------- decoding with shared prompts
 # Keys and values of a prompt are kept once for all its responses: a rollout takes 0.44 to 0.7 of the time
-# (docs/lab/speed.md). Whoever deletes this section must also delete every line above it that names
-# shared_prompts or _SHARED_DECODING: they are in load_model(), check_models(), forward() and Decoder.
+# (docs/lab/speed.md). Whoever deletes this section must also take the uses of what it defines, and of
+# shared_prompts, out of load_model(), check_models(), forward() and Decoder.
 
 _SHARED_DECODING = WeakSet()  # models for which check_models() found that decoding this way is right
 
@@ -1329,7 +1331,7 @@ class SharedPrompts:
 def shared_prompt_attention(module, query, key, value, attention_mask, shared_prompts=None, **options):
     """Computes transformers' sdpa attention. With shared prompts, which occur in decoding alone, each row has
     one query token: it gets one softmax over the row's prompt and its response. Query heads that share a key
-    head stand side by side. Some models pass attention_mask by name."""
+    head stand side by side. attention_mask must keep its name: some models pass it as a keyword."""
     if shared_prompts is None or module.layer_idx not in shared_prompts.layers:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     by_prompt, by_row = shared_prompts.by_prompt, shared_prompts.by_row
@@ -1435,8 +1437,8 @@ def batch_logprobs(model, batch, distribution):
 
 
 # ---------------------------------------------------------------- scoring with shared prompts
-# A prompt is read once with all its responses. Whoever deletes this section must also delete what names
-# _SHARED_SCORING or logits_of_shared_prompts in response_logits() and check_models().
+# A prompt is read once with all its responses. Whoever deletes this section must keep attention_windows()
+# and take what names _SHARED_SCORING or logits_of_shared_prompts out of response_logits() and check_models().
 
 _SHARED_SCORING = WeakSet()  # models for which check_models() found that scoring this way is right
 _RESPONSE_TOKENS = 1024  # most response tokens in one sequence, because its attention is dense
@@ -1444,7 +1446,8 @@ _RESPONSE_TOKENS = 1024  # most response tokens in one sequence, because its att
 
 def attention_windows(model):
     """Returns {layer type: how many tokens back a query sees; None: all} from the model's config. Returns {},
-    so that prompts are not shared, if the config has other types of layers, or a window that no type has."""
+    so that prompts are not shared, if the config has other types of layers, or if it names a window but no
+    layer type has one."""
     try:
         config = model.config.get_text_config(decoder=True)
         layer_types, options = get_layer_types_and_kwargs(config)
@@ -2022,8 +2025,8 @@ def encoder_scores(model, tokenizer, prompts, responses):
 
 
 def response_metrics(batch, scores, reward_parts):
-    """Returns means over responses: of the scores and their parts, of the lengths, of which were
-    truncated."""
+    """Returns means over responses, of the scores, their parts and the lengths, and the share of responses
+    that were truncated."""
     metrics = {"reward": scores.mean().item()}
     for name, values in reward_parts.items():
         metrics[f"reward/{name}"] = values.mean().item()
@@ -3047,7 +3050,8 @@ def read_metrics(path):
 
 
 def varies(records, keys, phases):
-    """Returns whether one of the metrics has different values in records of the phases, or only one value."""
+    """Returns whether a plot of these metrics shows something: in the records of the phases one of them has
+    different values, or a single one."""
     for key in keys:
         values = []
         for record in records:
@@ -3171,12 +3175,12 @@ class Run:
         self.log_lines = {}  # {name: lines in it when the checkpoint was saved}
         self.text_log = None  # file of what log() prints
         self.has_changed = False  # whether the run resumes with other constants
-        self.has_other_scores = False  # whether one is in _CHANGE_SCORES, and best/ has the earlier scores
+        self.has_other_scores = False  # a changed constant is in _CHANGE_SCORES; best/ has the earlier scores
         self.has_failed = False  # True while train() runs, and after it ended with an error
         self.unwritten = []  # what log() printed before that file was open
         self.step = 0  # the current step, from 1; between steps, how many are done
         self.total_steps = 0
-        self.clock = None  # for the time left: when the next step began, and the steps done before it
+        self.clock = None  # for time_left(): when this train() began its first step, and the steps before it
         self.reset_best()
         self.evaluation = {}  # the last one's metrics
         self.skipped = 0  # optimizer steps in a row that were not finite
@@ -3191,7 +3195,8 @@ class Run:
         self.lock = filelock.FileLock(self.folder / ".lock", thread_local=False, is_singleton=True)
         if rank() == 0:
             self.take_lock()
-            finish_replacing(self.folder / "best")
+            for old in [*self.folder.glob("best.old"), *self.folder.glob("step_*.old")]:
+                finish_replacing(old.with_suffix(""))
         choose = partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.log)
         self.checkpoint = broadcast_from_rank0(choose)  # to resume from; later the last that was saved
         if self.checkpoint:

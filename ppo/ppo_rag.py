@@ -173,7 +173,7 @@ SAVE_EVERY_N_STEPS = 50  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 10  # 0: only before the first and after the last step
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: never ends
-EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
+EARLY_STOPPING_THRESHOLD = 0.0  # a gain above this resets patience; best/ keeps the highest reward
 LOG_SAMPLES: int | None = None  # episodes per update written to samples.jsonl; None: all
 RESUME = "ask"  # ask (yes without a terminal) | yes | no | path of a checkpoint or a run
 OUTPUT_DIR = f"{ROOT}/checkpoints/ppo_rag"
@@ -521,7 +521,7 @@ class RAGTrainer:
     def update(self, batch):
         """Passes GROUP_EPOCHS times over the episodes, BATCH_SIZE per step. Returns their metrics."""
         run = self.run
-        steps_done = max(0, run.step - 1)  # 0 also outside train()
+        steps_done = max(0, run.step - 1)  # run.step is 0 before the first step
         schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
         scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
         self.optimizer.param_groups[0]["lr"] = LEARNING_RATE * scale
@@ -1080,7 +1080,8 @@ def read_metrics(path):
 
 
 def varies(records, keys, phases):
-    """Returns whether one of the metrics has different values in records of the phases, or only one value."""
+    """Returns whether a plot of these metrics shows something: in the records of the phases one of them has
+    different values, or a single one."""
     for key in keys:
         values = []
         for record in records:
@@ -1205,12 +1206,12 @@ class Run:
         self.log_lines = {}  # {name: lines in it when the checkpoint was saved}
         self.text_log = None  # file of what log() prints
         self.has_changed = False  # whether the run resumes with other constants
-        self.has_other_scores = False  # whether one is in _CHANGE_SCORES, and best/ has the earlier scores
+        self.has_other_scores = False  # a changed constant is in _CHANGE_SCORES; best/ has the earlier scores
         self.has_failed = False  # True while train() runs, and after it ended with an error
         self.unwritten = []  # what log() printed before that file was open
         self.step = 0  # the current step, from 1; between steps, how many are done
         self.total_steps = 0
-        self.clock = None  # for the time left: when the next step began, and the steps done before it
+        self.clock = None  # for time_left(): when this train() began its first step, and the steps before it
         self.reset_best()
         self.evaluation = {}  # the last one's metrics
         self.skipped = 0  # optimizer steps in a row that were not finite
@@ -1225,7 +1226,8 @@ class Run:
         self.lock = filelock.FileLock(self.folder / ".lock", thread_local=False, is_singleton=True)
         if rank() == 0:
             self.take_lock()
-            finish_replacing(self.folder / "best")
+            for old in [*self.folder.glob("best.old"), *self.folder.glob("step_*.old")]:
+                finish_replacing(old.with_suffix(""))
         choose = partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.log)
         self.checkpoint = broadcast_from_rank0(choose)  # to resume from; later the last that was saved
         if self.checkpoint:

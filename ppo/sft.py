@@ -99,7 +99,7 @@ ACTOR_MODEL = f"{ROOT}/data/tiny/policy"
 LORA_RANK = 0  # 0: all weights are trained; > 0: only LoRA adapters of this rank (2106.09685)
 LORA_ALPHA = 32.0  # an adapter's output is scaled by LORA_ALPHA / LORA_RANK
 LORA_TARGETS = "all-linear"  # "all-linear" (every linear layer except the heads), or names: q_proj,v_proj
-DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state stay float32)
+DTYPE = "float32"  # float32 | bfloat16 (autocast; trained weights and optimizer state stay float32)
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
 
@@ -655,7 +655,7 @@ def set_learning_rate(optimizer, learning_rate):
 def step_scale(run):
     """Returns the factor of the learning rate in the current step."""
     schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
-    steps_done = max(0, run.step - 1)  # 0 also outside train()
+    steps_done = max(0, run.step - 1)  # run.step is 0 before the first step
     return learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
 
 
@@ -1763,7 +1763,8 @@ def read_metrics(path):
 
 
 def varies(records, keys, phases):
-    """Returns whether one of the metrics has different values in records of the phases, or only one value."""
+    """Returns whether a plot of these metrics shows something: in the records of the phases one of them has
+    different values, or a single one."""
     for key in keys:
         values = []
         for record in records:
@@ -1887,12 +1888,12 @@ class Run:
         self.log_lines = {}  # {name: lines in it when the checkpoint was saved}
         self.text_log = None  # file of what log() prints
         self.has_changed = False  # whether the run resumes with other constants
-        self.has_other_scores = False  # whether one is in _CHANGE_SCORES, and best/ has the earlier scores
+        self.has_other_scores = False  # a changed constant is in _CHANGE_SCORES; best/ has the earlier scores
         self.has_failed = False  # True while train() runs, and after it ended with an error
         self.unwritten = []  # what log() printed before that file was open
         self.step = 0  # the current step, from 1; between steps, how many are done
         self.total_steps = 0
-        self.clock = None  # for the time left: when the next step began, and the steps done before it
+        self.clock = None  # for time_left(): when this train() began its first step, and the steps before it
         self.reset_best()
         self.evaluation = {}  # the last one's metrics
         self.skipped = 0  # optimizer steps in a row that were not finite
@@ -1907,7 +1908,8 @@ class Run:
         self.lock = filelock.FileLock(self.folder / ".lock", thread_local=False, is_singleton=True)
         if rank() == 0:
             self.take_lock()
-            finish_replacing(self.folder / "best")
+            for old in [*self.folder.glob("best.old"), *self.folder.glob("step_*.old")]:
+                finish_replacing(old.with_suffix(""))
         choose = partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.log)
         self.checkpoint = broadcast_from_rank0(choose)  # to resume from; later the last that was saved
         if self.checkpoint:

@@ -17,8 +17,8 @@ MUTANTS = [
     # folders that are there whole or not at all
     (
         PPO,
-        '            finish_replacing(self.folder / "best")\n',
-        "",
+        'for old in [*self.folder.glob("best.old"), ',
+        "for old in [",
         IN_SAFETY + "best_is_replaced_whole_and_comes_back_where_a_kill_came_between",
     ),
     (

@@ -105,6 +105,12 @@ MUTANTS = [
     # what ends a run
     (
         PPO,
+        ', *self.folder.glob("step_*.old")]',
+        "]",
+        "tests/test_safety.py::test_a_checkpoint_that_was_being_replaced_comes_back",
+    ),
+    (
+        PPO,
         "if broadcast_from_rank0(folder.exists) and not self.is_stopped:",
         "if broadcast_from_rank0(folder.exists):",
         "tests/test_run.py::test_a_run_that_is_stopped_after_its_checkpoint_stays_stopped",

@@ -279,7 +279,7 @@ MUTANTS = [
     ),
     (
         PPO,
-        "steps_done = max(0, run.step - 1)  # 0 also outside train()\n        schedule",
+        "steps_done = max(0, run.step - 1)  # run.step is 0 before the first step\n        schedule",
         "steps_done = max(0, run.step - 1) % max(1, run.total_steps // NUM_EPOCHS)\n        schedule",
         "tests/test_ppo.py::test_a_step_whose_constants_are_all_unlike_is_the_papers_in_float64",
     ),

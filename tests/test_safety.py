@@ -609,6 +609,14 @@ def test_best_is_replaced_whole_and_comes_back_where_a_kill_came_between(tmp_pat
     assert not (tmp_path / "best.old").exists()
 
 
+def test_a_checkpoint_that_was_being_replaced_comes_back(ppo, tmp_path):
+    """A run that was stopped after its checkpoint replaces it, see Run.save()."""
+    one_step(ppo(MAX_STEPS=1))
+    (tmp_path / "run/step_1").rename(tmp_path / "run/step_1.old")
+    trainer = ppo(MAX_STEPS=1, RESUME="yes").PPOTrainer()
+    assert trainer.run.step == 1 and not (tmp_path / "run/step_1.old").exists()
+
+
 @pytest.mark.parametrize("path", TRAINERS)
 def test_a_best_that_cannot_be_replaced_stays(path, tmp_path, monkeypatch):
     script = load_script(path)
