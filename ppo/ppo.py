@@ -194,7 +194,7 @@ KL_HORIZON = 10000  # time constant of the adaptive KL_COEF, in responses; a ste
 GAMMA = 1.0  # 0 to 1
 LAM = 0.95  # 0 to 1; 1: Monte-Carlo returns minus values
 CRITIC_LAM = 1.0  # lambda of the critic's targets, 0 to 1; 1: the discounted sum of the rewards from t on
-VALUE_FIT_DECAY: float | None = 0.5  # in the values' fit a step counts this share of the next; None: no fit
+VALUE_FIT_DECAY: float | None = 0.5  # weight of a step in the fit of w, the next step's being 1; None: no fit
 CRITIC_WARMUP_STEPS = 0  # number of first steps that train the critic alone (2503.01491)
 WHITEN_ADVANTAGES = True
 
@@ -238,8 +238,9 @@ _VALID_RANGES = {  # (smallest, largest) value or allowed words, where a bad val
     "MAX_STEPS NUM_EPOCHS GROUP_EPOCHS MINI_BATCHES PLATEAU_PATIENCE MAX_TRAIN_PROMPTS KL_HORIZON": (1, 1e12),
     "KEEP_LAST_N_CHECKPOINTS MICRO_BATCH_ROWS EVALUATE_SAMPLES": (1, 1e12),
     "MAX_EVAL_PROMPTS WARMUP_STEPS LOG_SAMPLES SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS WEIGHT_DECAY": (0, 1e12),
-    "TEMPERATURE CLIP_RANGE CLIP_RANGE_HIGH MAX_GRAD_NORM LORA_ALPHA REWARD_TIMEOUT": (1e-6, 1e9),
-    "LEARNING_RATE CRITIC_LEARNING_RATE KL_COEF KL_TARGET MISSING_EOS_PENALTY LORA_RANK": (0, 1e6),
+    "TEMPERATURE CLIP_RANGE CLIP_RANGE_HIGH MAX_GRAD_NORM LORA_ALPHA REWARD_TIMEOUT KL_TARGET": (1e-6, 1e9),
+    "LEARNING_RATE CRITIC_LEARNING_RATE KL_COEF MISSING_EOS_PENALTY LORA_RANK": (0, 1e6),
+    "VALUE_LOSS_COEF VALUE_CLIP_RANGE": (0, 1e6),
     "GAMMA LAM CRITIC_LAM VALUE_FIT_DECAY": (0, 1),
     "STAGE": ["train", "evaluate"],
     "DTYPE": ["float32", "bfloat16"],
@@ -274,10 +275,11 @@ _CHANGE_SCORES = """
 def sampling_logprobs(logits, temperature):
     """Returns log-probabilities (..., vocabulary) of the distribution that is sampled *and* trained: rollout
     and update call this, so all ratios are 1 before the first update. Edit it for top-p, for example: return
-    -inf for tokens to exclude (callers clamp that to -1e30), and normalise the others again. In bfloat16 a
-    sampled token at the edge of the nucleus may be excluded in the update, and check_first_ratio() may end
-    the run: use float32. The reference is scored by full_logprobs(), over all tokens: the KL of an edited
-    sampler to it is above 0 from the start."""
+    -inf for tokens to exclude (callers clamp that to -1e30), and normalise the others again. Rounding may
+    move a token at the edge of the nucleus in or out between rollout and update, seldom in float32, often in
+    bfloat16. Then the others' probabilities change too, and check_first_ratio() may end the run. The
+    reference is scored by full_logprobs(), over all tokens: the KL of an edited sampler to it is above 0
+    from the start."""
     return full_logprobs(logits, temperature)
 
 
@@ -346,7 +348,8 @@ def value_features(logprobs, mask, scores, group_size, max_new_tokens):
     share of max_new_tokens; whether an earlier token of the response had a probability below 1/2, which is
     often the slip that makes it wrong; the mean score of the prompt's other responses (0: there is no other);
     and the product of the last two. None depends on the token itself, on later tokens or on the response's
-    own score, so that the policy's gradient stays unbiased."""
+    own score (unless a reward function compares a prompt's responses), so that the policy's gradient stays
+    unbiased."""
     is_unlikely = (logprobs < math.log(0.5)) * mask
     unlikely_before = (is_unlikely.cumsum(1) - is_unlikely > 0).to(mask.dtype)
     position = mask.cumsum(1) / max_new_tokens
@@ -539,7 +542,7 @@ class PPOTrainer:
             )
             batch.fitted_values = fitted_values(self.state.value_moments, batch.value_features) * mask
             batch.values = map_micro_batches(response_values, self.critic, batch) + batch.fitted_values
-            batch.ref_logprobs = batch.logprobs  # KL_COEF = 0: there is no reference, these are pi_old's
+            batch.ref_logprobs = batch.logprobs  # at KL_COEF = 0 there is no reference: these are pi_old's
             if self.reference:
                 with without_adapter(self.reference):
                     batch.ref_logprobs = batch_logprobs(self.reference, batch, full_logprobs)
@@ -602,7 +605,8 @@ class PPOTrainer:
             )
 
     def update(self, batch):
-        """Makes GROUP_EPOCHS passes of MINI_BATCHES optimizer steps. Returns the means of their metrics."""
+        """Makes GROUP_EPOCHS passes of MINI_BATCHES optimizer steps. Returns the means of their metrics (of
+        max_ratio_deviation the largest), with first_ratio_deviation, learning_rate, kl_coef and kl."""
         run = self.run
         learning_rate = self.set_learning_rates()
         steps = []
@@ -1318,12 +1322,13 @@ class SharedPrompts:
             layer.prompt = [x.index_select(1, kept) for x in layer.prompt]
 
     def by_prompt(self, x):
-        """(rows, heads, n, width) to (heads, prompts, group size * n, width)."""
+        """(rows, heads, n, width) to (heads, prompts, group size * n, width). heads: of the keys; n: query
+        heads that share one of them."""
         grouped = x.transpose(0, 1).index_select(1, self.row_of_slot)
         return grouped.unflatten(1, (-1, self.group_size)).flatten(2, 3)
 
     def by_row(self, x):
-        """(heads, prompts, group size * n, width) to (rows, heads, n, width)."""
+        """(heads, prompts, group size * n, width) to (rows, heads, n, width); see by_prompt()."""
         slots = x.unflatten(2, (self.group_size, -1)).flatten(1, 2)
         return slots.index_select(1, self.slot_of_row).transpose(0, 1)
 
@@ -1525,7 +1530,7 @@ def make_optimizer(model, learning_rate):
     examples/muon.py has two optimizers for one model."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
-    for group in optimizer.param_groups:  # 1, unless you give a group an "lr" of its own above
+    for group in optimizer.param_groups:  # lr_multiplier is 1, unless you give a group its own "lr" above
         group["lr_multiplier"] = group["lr"] / learning_rate if learning_rate else 1.0
     return optimizer
 
@@ -2501,7 +2506,8 @@ def load_optimizer_state(optimizer, saved):
     Learning rates and the like come from the constants of now, not from the checkpoint."""
     groups = optimizer.state_dict()["param_groups"]
     for group, saved_group in zip(groups, saved["param_groups"]):
-        # These are numbers, not tensors. If groups differ in size, load_state_dict() now raises
+        # Here "params" are the parameters' numbers. The saved ones make load_state_dict() below raise if a
+        # group has another size
         group["params"] = saved_group["params"]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, state in saved["state"].items():
@@ -3051,7 +3057,7 @@ def read_metrics(path):
 
 def varies(records, keys, phases):
     """Returns whether a plot of these metrics shows something: in the records of the phases one of them has
-    different values, or a single one."""
+    different values, or was logged only once."""
     for key in keys:
         values = []
         for record in records:
@@ -3101,7 +3107,7 @@ def draw_plot(records, path, title, panels, names):
         return
     height = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(9.5, 1.4 + 2.2 * height))
-    inch = 1 / figure.get_figheight()  # matplotlib's own layouts take half as long again
+    inch = 1 / figure.get_figheight()  # margins by hand: matplotlib's own layouts take 1.5 times as long
     figure.subplots_adjust(0.08, 0.5 * inch, 0.99, 1 - 1.0 * inch, wspace=0.36, hspace=0.36)
     figure.suptitle(title, y=1 - 0.1 * inch)
     for number, (label, keys) in enumerate(panels, 1):
@@ -3147,8 +3153,8 @@ def without_nan(record):
 
 
 def model_name(path):
-    """Returns the last folder names of a path, by which a model is known after a move: one or, for the policy
-    of a run, three, such as sft/best/policy."""
+    """Returns the last folder names of a path, by which a model is known after a move: one or, where the last
+    is policy or reward_model, three, such as sft/best/policy."""
     parts = Path(str(path)).parts
     return parts[-3:] if parts[-1] in ("policy", "reward_model") else parts[-1:]
 
@@ -3419,9 +3425,8 @@ class Run:
             return
         keys = dict.fromkeys(key for record in records for key in record if key not in ("phase", "step"))
         for key in [key for _, metrics in self.panels for key in metrics if key not in keys]:
-            near = difflib.get_close_matches(
-                key, keys, 1, cutoff=0.85
-            )  # a typo, not a metric of another mode
+            # Only a name that is near is a typo: a panel may show what other settings would log
+            near = difflib.get_close_matches(key, keys, 1, cutoff=0.85)
             if near and key not in self.missing_metrics:
                 self.missing_metrics.append(key)
                 fault = f"a panel of the plot shows {key!r}, which no step has logged"
@@ -3556,7 +3561,7 @@ class Run:
             # Later checkpoints are broken or were given up: the next time a run resumes it must not find them
             to_archive = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
             best = self.folder / "best/metrics.json"
-            # A run whose constants are as before makes a later best/ again
+            # Otherwise best/ stays: the run repeats the steps up to that one and writes the same best/ again
             is_later = best.exists() and json.loads(best.read_text())["step"] > self.step
             if is_later and (to_archive or self.has_changed):
                 to_archive.append(best.parent)
@@ -3566,7 +3571,8 @@ class Run:
         metrics = self.folder / "logs/metrics.jsonl"
         is_cut = metrics.exists() and metrics.read_bytes().count(b"\n") > self.log_lines.get(metrics.name, 0)
         if not continues_here or (is_cut and self.has_changed) or self.has_other_scores:
-            self.wandb_id = None  # a new run: wandb would ignore steps that the earlier one has already
+            # wandb ignores steps that its run has already. That is right only where they are the same again
+            self.wandb_id = None
         self.start_wandb()
         archive_old_run(to_archive, OUTPUT_DIR, self.log)
         if not (self.folder / "best").exists():

@@ -1444,12 +1444,13 @@ class SharedPrompts:
             layer.prompt = [x.index_select(1, kept) for x in layer.prompt]
 
     def by_prompt(self, x):
-        """(rows, heads, n, width) to (heads, prompts, group size * n, width)."""
+        """(rows, heads, n, width) to (heads, prompts, group size * n, width). heads: of the keys; n: query
+        heads that share one of them."""
         grouped = x.transpose(0, 1).index_select(1, self.row_of_slot)
         return grouped.unflatten(1, (-1, self.group_size)).flatten(2, 3)
 
     def by_row(self, x):
-        """(heads, prompts, group size * n, width) to (rows, heads, n, width)."""
+        """(heads, prompts, group size * n, width) to (rows, heads, n, width); see by_prompt()."""
         slots = x.unflatten(2, (self.group_size, -1)).flatten(1, 2)
         return slots.index_select(1, self.slot_of_row).transpose(0, 1)
 
@@ -1642,7 +1643,7 @@ def make_optimizer(model, learning_rate):
     examples/muon.py has two optimizers for one model."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
-    for group in optimizer.param_groups:  # 1, unless you give a group an "lr" of its own above
+    for group in optimizer.param_groups:  # lr_multiplier is 1, unless you give a group its own "lr" above
         group["lr_multiplier"] = group["lr"] / learning_rate if learning_rate else 1.0
     return optimizer
 
@@ -2546,7 +2547,8 @@ def load_optimizer_state(optimizer, saved):
     Learning rates and the like come from the constants of now, not from the checkpoint."""
     groups = optimizer.state_dict()["param_groups"]
     for group, saved_group in zip(groups, saved["param_groups"]):
-        # These are numbers, not tensors. If groups differ in size, load_state_dict() now raises
+        # Here "params" are the parameters' numbers. The saved ones make load_state_dict() below raise if a
+        # group has another size
         group["params"] = saved_group["params"]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, state in saved["state"].items():
@@ -3071,7 +3073,7 @@ def read_metrics(path):
 
 def varies(records, keys, phases):
     """Returns whether a plot of these metrics shows something: in the records of the phases one of them has
-    different values, or a single one."""
+    different values, or was logged only once."""
     for key in keys:
         values = []
         for record in records:
@@ -3121,7 +3123,7 @@ def draw_plot(records, path, title, panels, names):
         return
     height = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(9.5, 1.4 + 2.2 * height))
-    inch = 1 / figure.get_figheight()  # matplotlib's own layouts take half as long again
+    inch = 1 / figure.get_figheight()  # margins by hand: matplotlib's own layouts take 1.5 times as long
     figure.subplots_adjust(0.08, 0.5 * inch, 0.99, 1 - 1.0 * inch, wspace=0.36, hspace=0.36)
     figure.suptitle(title, y=1 - 0.1 * inch)
     for number, (label, keys) in enumerate(panels, 1):
@@ -3167,8 +3169,8 @@ def without_nan(record):
 
 
 def model_name(path):
-    """Returns the last folder names of a path, by which a model is known after a move: one or, for the policy
-    of a run, three, such as sft/best/policy."""
+    """Returns the last folder names of a path, by which a model is known after a move: one or, where the last
+    is policy or reward_model, three, such as sft/best/policy."""
     parts = Path(str(path)).parts
     return parts[-3:] if parts[-1] in ("policy", "reward_model") else parts[-1:]
 
@@ -3440,9 +3442,8 @@ class Run:
             return
         keys = dict.fromkeys(key for record in records for key in record if key not in ("phase", "step"))
         for key in [key for _, metrics in self.panels for key in metrics if key not in keys]:
-            near = difflib.get_close_matches(
-                key, keys, 1, cutoff=0.85
-            )  # a typo, not a metric of another mode
+            # Only a name that is near is a typo: a panel may show what other settings would log
+            near = difflib.get_close_matches(key, keys, 1, cutoff=0.85)
             if near and key not in self.missing_metrics:
                 self.missing_metrics.append(key)
                 fault = f"a panel of the plot shows {key!r}, which no step has logged"
@@ -3581,7 +3582,7 @@ class Run:
             # Later checkpoints are broken or were given up: the next time a run resumes it must not find them
             to_archive = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
             best = self.folder / "best/metrics.json"
-            # A run whose constants are as before makes a later best/ again
+            # Otherwise best/ stays: the run repeats the steps up to that one and writes the same best/ again
             is_later = best.exists() and json.loads(best.read_text())["step"] > self.step
             if is_later and (to_archive or self.has_changed):
                 to_archive.append(best.parent)
@@ -3591,7 +3592,8 @@ class Run:
         metrics = self.folder / "logs/metrics.jsonl"
         is_cut = metrics.exists() and metrics.read_bytes().count(b"\n") > self.log_lines.get(metrics.name, 0)
         if not continues_here or (is_cut and self.has_changed) or self.has_other_scores:
-            self.wandb_id = None  # a new run: wandb would ignore steps that the earlier one has already
+            # wandb ignores steps that its run has already. That is right only where they are the same again
+            self.wandb_id = None
         self.start_wandb()
         archive_old_run(to_archive, OUTPUT_DIR, self.log)
         if not (self.folder / "best").exists():

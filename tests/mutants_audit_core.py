@@ -152,8 +152,8 @@ MUTANTS = [
     # M1: wandb's run of another folder
     (
         PPO,
-        "            self.wandb_id = None  # a new run",
-        "            pass  # a new run",
+        "            self.wandb_id = None\n        self.start_wandb()",
+        "            pass\n        self.start_wandb()",
         WANDB + "[beside-False]",
     ),
     (
