@@ -1175,7 +1175,7 @@ CONSTANTS = {  # its value, another, and what that alone changes
     "CLIP_RANGE_HIGH": (0.17, 0.21, {"clipped", *UPDATE}),
     "DUAL_CLIP": (1.4, 1.3, UPDATE),
     "ENTROPY_COEF": (0.021, 0.043, UPDATE - {"policy_loss"}),
-    "TOP_ENTROPY_FRACTION": (0.7, 0.6, {"trained", *UPDATE}),
+    "TOP_ENTROPY_FRACTION": (0.7, 0.6, {"trained", "clipped", *UPDATE}),
     "MASK_TRUNCATED": (True, False, {"trained", "kl", "clipped", *UPDATE}),
     "KL_COEF": (0.16, 0.18, UPDATE - {"policy_loss"}),
     "KL_ESTIMATOR": ("k1", "k3", {"kl"}),
@@ -1383,9 +1383,7 @@ def test_a_step_whose_constants_are_all_unlike_is_the_papers_in_float64(one_step
         if c.LOSS_TYPE == "cispo":
             gain = rho.detach().clip(max=high) * a * p
         is_clipped = rho > high if a > 0 or c.LOSS_TYPE == "cispo" else rho < low
-        clipped += (
-            is_clipped.sum().item() / tokens if learns.any() else 0
-        )  # the others stay out of the update
+        clipped += (is_clipped * learns).sum().item() / sum(x.sum().item() for x in trained)
         apart = p - q
         value = {"k1": apart, "k2": apart**2 / 2, "k3": (-apart).exp() - 1 + apart}[c.KL_ESTIMATOR]
         kl += value.sum().item() / trained_tokens if learns.any() else 0

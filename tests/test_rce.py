@@ -1651,6 +1651,7 @@ def test_whatever_a_reward_raises_for_one_candidate_is_written_into_it(rce, erro
         {"prompt_id": row["id"], "text": text, "token_ids": [5], "eval_failed": False, "eval_error": None}
         for text in ("right", "odd", "wrong")
     ]
+    some[1]["hard"] = None  # as choose_verified() leaves it
     trainer.verify(some)
     assert [c["hard"] for c in some] == [1, None, 0]
     assert [c["eval_failed"] for c in some] == [False, True, False]
@@ -2052,7 +2053,9 @@ def test_candidates_without_what_the_mode_needs_are_refused(rce, mined, tmp_path
     names = ["prompt_id", "prompt", "token_ids", "hard", "eval_failed"]
     pq.write_table(pq.read_table(mined).select(names), tmp_path / "c.parquet")
     script = rce(STAGE="train", CANDIDATES=str(tmp_path / "c.parquet"), REWARD_MODE=mode, EVAL_DATASETS=[])
-    with pytest.raises(script.UserError, match=f"REWARD_MODE = '{mode}' needs .*soft, which the candidates"):
+    with pytest.raises(
+        script.UserError, match=f"REWARD_MODE = '{mode}' needs soft, .*which the candidates lack"
+    ):
         script.RCETrainer().prepare_round()
 
 

@@ -245,7 +245,7 @@ def test_every_metric_of_a_run_is_drawn_as_far_as_it_goes(plot, tmp_path):
 
 
 def test_numbers_that_are_not_finite_are_left_out_of_a_curve(plot, tmp_path):
-    steps = range(1, 25)
+    steps = range(1, 26)
     records = [{"phase": "train", "step": n, "kl": math.nan if n == 2 else n} for n in steps]
     figure, _ = plot(write(tmp_path / "one", *records, name="metrics.jsonl"))
     faint, rolling = panels(figure)["kl (nats)"]
