@@ -2181,7 +2181,10 @@ class Run:
         if not model.exists():
             model = self.checkpoint / "reward_model"
         model = f"{model}{self.step_of_best()}"
-        return f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; model: {model}"
+        done = f"Done at step {self.step} of {self.total_steps}"
+        if self.is_stopped:
+            done += ", where is_stopped = True ended the run"
+        return f"{done}. Plots: {OUTPUT_DIR}/*.png; model: {model}"
 
     # ------------------------------------------------------------ saving and resuming
 

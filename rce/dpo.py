@@ -2270,7 +2270,10 @@ class Run:
         if not policy.exists():
             policy = self.checkpoint / "policy"
         policy = f"{policy}{self.step_of_best()}"
-        return f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
+        done = f"Done at step {self.step} of {self.total_steps}"
+        if self.is_stopped:
+            done += ", where is_stopped = True ended the run"
+        return f"{done}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
 
     # ------------------------------------------------------------ saving and resuming
 

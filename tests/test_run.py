@@ -1976,12 +1976,13 @@ def test_a_run_that_is_stopped_after_its_checkpoint_stays_stopped(ppo):
     trainer.run.save = save_then_stop
     trainer.train()
     assert trainer.run.step == 1
+    assert "Done at step 1 of 3, where is_stopped = True ended the run. " in trainer.run.final_message()
     again = ppo(MAX_STEPS=3, SAVE_EVERY_N_STEPS=1, RESUME="yes").PPOTrainer()
     again.train()
     assert again.run.step == 1
     again.run.is_stopped = False
     again.train()
-    assert again.run.step == 3
+    assert again.run.step == 3 and "Done at step 3 of 3. " in again.run.final_message()
 
 
 @pytest.fixture(scope="module")
