@@ -657,7 +657,7 @@ MUTANTS = [
         ICL,
         'folder, start = checkpoint / "policy", checkpoint / "reference"',
         'folder = checkpoint / "policy"',
-        IN_ICL + "a_run_killed_while_mining_and_in_both_stages_equals_an_unbroken_one",
+        IN_ICL + "a_run_that_resumes_in_grpo_has_the_reference_that_it_began_with",
     ),
     (
         ICL,

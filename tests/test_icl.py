@@ -2858,7 +2858,7 @@ def test_a_run_killed_while_mining_and_in_both_stages_equals_an_unbroken_one(wor
     whole = toy(world, tmp_path / "whole", **options)
     whole.ICLTrainer().train()
     mined = []
-    for stop in ("mine 2", "step 5", "step 10", "step 11", None):
+    for stop in ("mine 2", "step 5", "step 10", None):
         script = toy(world, tmp_path / "broken", **options)
         trainer = script.ICLTrainer()
         mine, update = trainer.miner.mine, trainer.update
@@ -2893,6 +2893,16 @@ def test_a_run_killed_while_mining_and_in_both_stages_equals_an_unbroken_one(wor
     for name in ("metrics.jsonl", "samples.jsonl"):
         one, other = (untimed(run / "logs" / name) for run in runs)
         assert one == other and len(one) > 10
+
+
+def test_a_run_that_resumes_in_grpo_has_the_reference_that_it_began_with(world, trained, tmp_path):
+    """Under another seed, since a new policy of the same seed may be that reference."""
+    shutil.copytree(trained[2], tmp_path / "run")
+    trainer = toy(world, tmp_path, GRPO_EPOCHS=1, RESUME="yes", SEED=5).ICLTrainer()
+    assert trainer.state.stage == "grpo"
+    saved = trained[1].reference.state_dict()
+    found = trainer.reference.state_dict()
+    assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
 
 
 def test_a_changed_setting_never_joins_parts_that_were_mined_under_another(icl):
