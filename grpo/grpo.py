@@ -160,7 +160,7 @@ REWARD_TIMEOUT: float | None = 600.0  # seconds to score one batch of responses;
 # Rollout
 BATCH_SIZE = 32  # prompts sampled and scored at a time
 MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: chosen from the memory
-GRADIENT_ACCUMULATION_STEPS = 1  # batches of BATCH_SIZE prompts per step; micro-batches: MICRO_BATCH_ROWS
+GRADIENT_ACCUMULATION_STEPS = 1  # a step samples this many batches of BATCH_SIZE prompts; not micro-batches
 GROUP_SIZE = 8  # responses per prompt, each other's baseline; 1: distillation, where only the KL trains
 EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
 MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
@@ -185,9 +185,7 @@ PLATEAU_PATIENCE = 2  # evaluations without a better reward before plateau halve
 WARMUP_STEPS = 0  # linear warm-up, with or without a scheduler
 
 # Algorithm
-# grpo | dapo | dr_grpo | gspo | cispo | sapo: see the table above. One of yours goes into policy_loss,
-# token_weights, grpo_stats and _VALID_RANGES
-LOSS_TYPE = "dapo"
+LOSS_TYPE = "dapo"  # grpo | dapo | dr_grpo | gspo | cispo | sapo: see the table above
 GROUP_EPOCHS = 1  # passes over each step's responses
 MINI_BATCHES = 1  # optimizer steps per pass
 SCALE_REWARDS = "group"  # group | batch | none: whose standard deviation advantages are divided by
@@ -324,7 +322,7 @@ def policy_loss(
     logprobs, old_logprobs, advantages, mask, loss_type, clip_range, clip_range_high, dual_clip=None
 ):
     """Returns the loss of each token, by the table above, and its ratio, both (rows, R). advantages (rows, 1)
-    or (rows, R)."""
+    or (rows, R). A type of yours also goes into token_weights, grpo_stats and _VALID_RANGES."""
     log_ratio = ((logprobs - old_logprobs) * mask).clamp(max=80)  # exp's inf would give NaN gradients
     if loss_type == "gspo":
         mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
@@ -3940,8 +3938,8 @@ def token_advantages(batch, index, width):
 def rows_with_gradient(trainer, batch, rows):
     """Returns those of `rows` that are trained: with SKIP_FLAT_GROUPS, but not with FSDP2, the rows to which
     the loss gives a gradient, at least one, for the metrics. The loss is computed at the policy that sampled
-    and at others around it, so that every term of it counts, clipped or not. A term that does not depend on
-    the weights by the log-probabilities or the entropy is not seen: set SKIP_FLAT_GROUPS = False for it."""
+    and at others around it, so that every term of it counts, clipped or not. A term that reaches
+    the weights by another way than logprobs and entropy is not seen: set SKIP_FLAT_GROUPS = False for it."""
     if not SKIP_FLAT_GROUPS or is_sharded():
         return rows
     index = to_device(rows, trainer.device)

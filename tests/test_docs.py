@@ -96,6 +96,9 @@ def test_the_page_of_constants_has_each_trainers_constants_with_their_comments()
         for name in filter(lambda name: f"\n{name}" in block, load_script(path).constants()):
             assert f"| `{name}` |" in text, (path, name)
     assert "| `_" not in text
+    assert not re.search(r"^### .*\|", text, re.MULTILINE), (
+        "a comment below a section's name became part of it"
+    )
     assert "| `LEARNING_RATE` | `1e-4` (ppo, grpo, dpo)" in text
     assert (
         "| `CLIP_RANGE_HIGH` | `0.2` | > 0; DAPO's clip-higher: 0.28; gspo about 4e-4; cispo about 4 |"
