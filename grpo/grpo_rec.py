@@ -155,7 +155,7 @@ RULE_WEIGHT = 1.0  # 1 for the logged target
 RANKING_WEIGHT = 0.0  # 1 for the target; if it is in the group, other items get less the higher they rank
 SEMANTIC_WEIGHT = 0.0  # cosine of the item's vector with the target's
 COLLABORATIVE_WEIGHT = 0.0  # SASREC_FILE's score, scaled to 0 to 1 within the group
-REWARD_FUNCTIONS = []  # yours: (function(histories, items, targets) or a name in rewards/, weight)
+REWARD_FUNCTIONS = []  # yours: (function(histories, items, targets), weight)
 VALUES_FILE: str | None = (
     f"{ROOT}/data/rec/values.npy"  # (items, items): the second item's value after the first
 )
@@ -310,6 +310,35 @@ def kl_loss(logprobs, ref_logprobs):
     k2 = 0.5 * log_ratio**2
     k3 = (-log_ratio).exp() - 1 + log_ratio
     return k2 + (k3 - k2).detach()  # forward: k3, which is >= 0; backward: k2
+
+
+def rule_reward(histories, items, targets):
+    """1.0 where the item is the logged target, else 0.0. Range {0, 1}."""
+    return [float(item == target) for item, target in zip(items, targets)]
+
+
+def ranking_reward(hits):
+    """Rewards of one group, likelier items first, from its hits (0 or 1 each): a hit gets 1; where the group
+    has one, the miss at rank i from 0 gets minus its share of the discounts, -d_i / sum_j d_j with d_i =
+    1 / log2(i + 2); without a hit all get 0. Range [-1, 1]. Source: MiniOneRec, rl.py."""
+    if not any(hits):
+        return [0.0] * len(hits)
+    discounts = [1 / math.log2(rank + 2) for rank in range(len(hits))]
+    return [1.0 if hit else -discount / sum(discounts) for hit, discount in zip(hits, discounts)]
+
+
+def min_max(scores):
+    """Scores of one group, the lowest 0 and the highest 1; equal ones all 0. Range [0, 1]."""
+    low = min(scores)
+    width = max(scores) - low
+    return [(score - low) / width if width > 0 else 0.0 for score in scores]
+
+
+def history_value(values, history, item, decay):
+    """What an item is worth after a history: the mean of values[h][item] over its items h, each weighing
+    `decay` times as much as the next one. Range: that of the values."""
+    weights = [decay**back for back in range(len(history) - 1, -1, -1)]
+    return float(sum(w * values[h][item] for w, h in zip(weights, history)) / sum(weights))
 
 
 # ================================================================ the trainer
@@ -590,7 +619,7 @@ class RecTrainer:
         history are neighbours, likelier ones first. self.reward_parts is what is logged."""
         weighted = [
             ("value", self.value_reward, VALUE_WEIGHT),
-            ("rule", rewards.rule_reward, RULE_WEIGHT),
+            ("rule", rule_reward, RULE_WEIGHT),
             ("ranking", self.ranking_reward, RANKING_WEIGHT),
             ("semantic", self.semantic_reward, SEMANTIC_WEIGHT),
             ("collaborative", self.collaborative_reward, COLLABORATIVE_WEIGHT),
@@ -605,14 +634,14 @@ class RecTrainer:
     def value_reward(self, histories, items, targets):
         scores = []
         for history, item in zip(map(self.catalogue.numbers, histories), self.catalogue.numbers(items)):
-            scores.append(rewards.history_value(self.values, history, item, VALUE_DECAY))
+            scores.append(history_value(self.values, history, item, VALUE_DECAY))
         return scores
 
     def ranking_reward(self, histories, items, targets):
-        is_hit = rewards.rule_reward(histories, items, targets)
+        is_hit = rule_reward(histories, items, targets)
         scores = []
         for begin in range(0, len(items), GROUP_SIZE):
-            scores += rewards.ranking_reward(is_hit[begin : begin + GROUP_SIZE])
+            scores += ranking_reward(is_hit[begin : begin + GROUP_SIZE])
         return scores
 
     def semantic_reward(self, histories, items, targets):
@@ -624,7 +653,7 @@ class RecTrainer:
         group_histories = list(map(self.catalogue.numbers, histories[::GROUP_SIZE]))
         scores = []
         for group in self.sasrec.scores(group_histories).gather(1, chosen).tolist():
-            scores += rewards.min_max(group)
+            scores += min_max(group)
         return scores
 
     def compute_advantages(self, batch):
@@ -2098,7 +2127,7 @@ def check_scores(name, values, count):
     if inspect.isawaitable(values) or inspect.isasyncgen(values):
         if inspect.iscoroutine(values):
             values.close()  # otherwise Python warns that it was never awaited
-        hint = "make it a plain function; rewards.threaded() makes many calls at a time"
+        hint = "make it a plain function; examples/judge.py makes many calls at a time"
         raise UserError(f"{name} is async: {hint}")
     try:
         scores = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
@@ -3996,7 +4025,7 @@ def best_value(values, rows, count):
     """Returns the highest mean value that a list of `count` distinct items can have, averaged over rows."""
     total = 0.0
     for history in column(rows, "history"):
-        worth = [rewards.history_value(values, history, item, VALUE_DECAY) for item in range(len(values))]
+        worth = [history_value(values, history, item, VALUE_DECAY) for item in range(len(values))]
         total += np.sort(worth)[-count:].mean()
     return total / len(rows)
 

@@ -814,7 +814,7 @@ def check_scores(name, values, count):
     if inspect.isawaitable(values) or inspect.isasyncgen(values):
         if inspect.iscoroutine(values):
             values.close()  # otherwise Python warns that it was never awaited
-        hint = "make it a plain function; rewards.threaded() makes many calls at a time"
+        hint = "make it a plain function; examples/judge.py makes many calls at a time"
         raise UserError(f"{name} is async: {hint}")
     try:
         scores = torch.as_tensor(values, dtype=torch.float32).detach().cpu()

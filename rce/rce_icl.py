@@ -66,7 +66,7 @@ import traceback
 from collections import Counter, defaultdict
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import chain, starmap, zip_longest
 from operator import attrgetter, index, itemgetter
 from pathlib import Path
@@ -154,7 +154,7 @@ KEEP_RANDOM = 2  # number of other lists that are answered and kept
 MINE_BATCH_SIZE = 100  # queries mined together; a run that is killed loses at most these
 
 # Reward
-REWARD_MODE = "hard_plus_gtprob_separated"  # a mode of rewards/: what r is made of
+REWARD_MODE = "hard_plus_gtprob_separated"  # one of the modes below: what r is made of
 HARD_WEIGHT = 1.0  # multiplies the mode's hard mark, 1 (right) or 0 (wrong)
 SOFT_WEIGHT = 1.0  # multiplies the mode's graded part: soft (the accuracy) or gt_prob
 # Score of REWARD_MODE = hybrid. infoscore: log gt_prob, what a list adds to the log-probability of the golds,
@@ -304,6 +304,67 @@ def adapt_kl_coef(coef, kl, target):
     """Returns the coefficient, changed by a tenth of the KL's relative error, which is clipped to +-0.2.
     Source: arXiv 1909.08593, section 2.2."""
     return coef * (1 + 0.1 * max(-0.2, min(0.2, kl / target - 1)))
+
+
+# Reward modes take lists of one query's length: hard is 0 or 1 (right or wrong), soft and gt_prob are from 0
+# to 1, score is any number. They return one reward per list.
+
+
+def hard_only(hard, soft, gt_prob, score):
+    """hard. Range {0, 1}: candidates that are alike right or wrong weigh alike."""
+    return list(hard)
+
+
+def soft_only(hard, soft, gt_prob, score):
+    """soft. Range [0, 1]."""
+    return list(soft)
+
+
+def hard_plus_soft(hard, soft, gt_prob, score):
+    """hard + soft. Range [0, 2]; right ones in [1, 2], wrong ones in [0, 1]: they can meet."""
+    return [h + s for h, s in zip(hard, soft)]
+
+
+def hard_plus_soft_v2(hard, soft, gt_prob, score):
+    """soft + 2 hard. Range [0, 3]; right ones in [2, 3], wrong ones in [0, 1]: at least 1 apart."""
+    return [s + 2 * h for h, s in zip(hard, soft)]
+
+
+def separated(hard, soft, gt_prob, score):
+    """2 hard + soft: hard_plus_soft_v2 by its other name. Range [0, 1] for wrong ones, [2, 3] for right
+    ones."""
+    return hard_plus_soft_v2(hard, soft, gt_prob, score)
+
+
+def hard_plus_gtprob(hard, soft, gt_prob, score):
+    """hard + gt_prob. Range [0, 2]; right ones in [1, 2], wrong ones in [0, 1]."""
+    return hard_plus_soft(hard, gt_prob, gt_prob, score)
+
+
+def hard_plus_gtprob_separated(hard, soft, gt_prob, score):
+    """2 hard + gt_prob. Range [0, 1] for wrong ones, [2, 3] for right ones."""
+    return hard_plus_soft_v2(hard, gt_prob, gt_prob, score)
+
+
+def hybrid(hard, soft, gt_prob, score, mix=0.5):
+    """mix * scaled score + (1 - mix) * hard, the score min-max scaled over the prompt's candidates (equal
+    scores: 0). Range [0, 1]; up to mix = 0.5 no wrong one is above a right one."""
+    low = min(score)
+    width = max(score) - low
+    return [mix * ((x - low) / width if width > 0 else 0.0) + (1 - mix) * h for h, x in zip(hard, score)]
+
+
+def shape_wrong(reward, hard, similarity, weight):
+    """reward + weight * similarity where hard is 0, reward elsewhere: being close orders wrong candidates
+    among themselves and never a right one. Keep weight below the mode's distance from wrong to right. Range:
+    the mode's + [0, weight]."""
+    return [r if h else r + weight * s for r, h, s in zip(reward, hard, similarity)]
+
+
+def hard_plus_gtprob_plus_rel(hard, soft, gt_prob, score):
+    """2 hard + gt_prob, and .1 of the relevance in `score`, in [0, 1], where hard is 0. Range [0, 1.1] for
+    wrong ones, [2, 3] for right ones."""
+    return shape_wrong(hard_plus_gtprob_separated(hard, soft, gt_prob, score), hard, score, 0.1)
 
 
 def shaped_rewards(candidates):
@@ -2083,7 +2144,7 @@ def rewards_by_mode(candidates, mixed_score=None):
         columns[key] = [candidate.get(key) for candidate in candidates]
     mix = {"mix": HYBRID_ALPHA} if REWARD_MODE == "hybrid" else {}
     try:
-        shaped = getattr(rewards, REWARD_MODE)(*columns.values(), **mix)
+        shaped = globals()[REWARD_MODE](*columns.values(), **mix)
         if any(value is None for value in shaped):
             raise TypeError("r is None")
         return shaped
@@ -2566,6 +2627,50 @@ def load_pointer(folder, sizes):
 # A reader has answers(asked), texts, and gold_probabilities(asked), of each query's golds, in [0, 1]. asked
 # is [(query, demonstrations)]; these are rows: text, image, golds, answer, vector.
 
+_NUMBER_WORDS = {
+    word: str(n) for n, word in enumerate("zero one two three four five six seven eight nine ten".split())
+} | {"none": "0"}
+_CONTRACTIONS = (
+    "ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't "
+    "he'd he'd've he's how'd how'll how's isn't it'd it'd've it'll ma'am mightn't mightn't've might've "
+    "mustn't must've needn't not've o'clock oughtn't 'ow's'at shan't she'd've should've shouldn't "
+    "shouldn't've somebody'd've somebody'll somebody's someone'd someone'd've someone'll someone's "
+    "something'd something'd've something'll that's there'd there'd've there're there's they'd they'd've "
+    "they'll they're they've 'twas wasn't we'd've we've weren't what'll what're what's what've when's "
+    "where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't would've wouldn't "
+    "wouldn't've y'all y'all'll y'all'd've you'd you'd've you'll you're you've"
+).split()
+_WITH_APOSTROPHE = {  # its table: one apostrophe is missing, each in turn; one key has one too many
+    word[:n] + word[n + 1 :]: word for word in _CONTRACTIONS for n, sign in enumerate(word) if sign == "'"
+}
+_WITH_APOSTROPHE["somebody'd"] = "somebodyd"
+
+
+@lru_cache(maxsize=100_000)
+def normalise_vqa(text: str) -> str:
+    """An answer as the VQA evaluation compares it: lower case, number words as digits, no articles, no
+    punctuation, contractions with their apostrophes. Source: GT-Vision-Lab/VQA, vqaEval.py."""
+    text = text.replace("\n", " ").replace("\t", " ").strip()
+    original = text
+    for sign in ';/[]"{}()=+\\_-><@`,?!':
+        beside_a_blank = f"{sign} " in original or f" {sign}" in original
+        alone = beside_a_blank or re.search(r"\d,\d", original)
+        text = text.replace(sign, "" if alone else " ")
+    text = re.sub(r"(?!<=\d)\.(?!\d)", "", text)
+    words = [_NUMBER_WORDS.get(word, word) for word in text.lower().split()]
+    return " ".join(_WITH_APOSTROPHE.get(word, word) for word in words if word not in ("a", "an", "the"))
+
+
+def vqa_accuracy(response: str, golds: list[str]) -> float:
+    """Official VQA accuracy: min(agreeing / 3, 1) averaged over leaving each of the gold answers out; one
+    gold answer: 1.0 where it is the same. Range [0, 1]."""
+    said = normalise_vqa(response)
+    same = [normalise_vqa(gold) == said for gold in golds]
+    if len(golds) == 1:
+        return float(same[0])
+    agreeing = sum(same)
+    return sum(min((agreeing - one) / 3, 1.0) for one in same) / len(golds)
+
 
 def gold_weights(golds):
     """Returns {distinct gold answer: its weight}: 1, or of annotators min(count / 3, 1). Answers that VQA's
@@ -2573,7 +2678,7 @@ def gold_weights(golds):
     spellings = {}  # normalised gold: how it is written first
     counts = Counter()
     for gold in golds:
-        counts[spellings.setdefault(rewards.normalise_vqa(gold), gold)] += 1
+        counts[spellings.setdefault(normalise_vqa(gold), gold)] += 1
     enough = min(3, len(golds)) if GOLDS == "annotators" else 1
     return {gold: min(1.0, count / enough) for gold, count in counts.items()}
 
@@ -2581,8 +2686,8 @@ def gold_weights(golds):
 def answer_accuracy(text, golds):
     """Returns 1 if the answer is one of the golds, else 0; of annotators VQA's accuracy."""
     if GOLDS == "annotators":
-        return rewards.vqa_accuracy(text, golds)
-    return float(rewards.normalise_vqa(text) in map(rewards.normalise_vqa, golds))
+        return vqa_accuracy(text, golds)
+    return float(normalise_vqa(text) in map(normalise_vqa, golds))
 
 
 class VoteReader:
@@ -2591,7 +2696,7 @@ class VoteReader:
     are counted as VQA's normalisation writes them."""
 
     def __init__(self, demos):
-        answers = list(map(rewards.normalise_vqa, column(demos, "answer")))
+        answers = list(map(normalise_vqa, column(demos, "answer")))
         self.spellings = dict(zip(reversed(answers), reversed(column(demos, "answer"))))  # the first of each
         self.prior = {answer: count / len(demos) for answer, count in Counter(answers).items()}
         self.commonest = max(self.prior, key=self.prior.get)
@@ -2601,7 +2706,7 @@ class VoteReader:
         votes = {}
         for demo in demonstrations:
             similarity = max(0.0, float(query["vector"] @ demo["vector"])) + 1e-3
-            answer = rewards.normalise_vqa(demo["answer"])
+            answer = normalise_vqa(demo["answer"])
             votes[answer] = votes.get(answer, 0.0) + similarity
         return votes
 
@@ -2623,7 +2728,7 @@ class VoteReader:
             votes = self.votes(query, demonstrations)
             total = 0.0
             for gold, weight in gold_weights(query["golds"]).items():
-                total += weight * self.probability(votes, rewards.normalise_vqa(gold))
+                total += weight * self.probability(votes, normalise_vqa(gold))
             probabilities.append(min(1.0, total))
         return probabilities
 
