@@ -9,7 +9,7 @@ those lists by each reward. The policy begins as similarity and has neither rule
 the last policy's picks, mean over 1 .. SHOTS, with the gain over similarity. OUT keeps results.jsonl and the
 lists; what is in it is not run again. An OUT that was made with other KEY=VALUE words is refused.
 
-Runs use one thread unless OMP_NUM_THREADS is set: tests/conftest.py, which is imported here, sets it to 1.
+Runs use one thread unless OMP_NUM_THREADS is set: tests/old.py, which is imported here, sets it to 1.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from conftest import load_script
+from old import load_script
 from kept import append_result, read_results
 
 PURE = {"REWARD_MODE": "hybrid", "HYBRID_MIX_SCORE": "infoscore"}

@@ -39,7 +39,7 @@ def value_of(rec, values, lists, rows):
     """Mean value of the GROUP_SIZE first items."""
     found = []
     for some, row in zip(lists[:, : rec.GROUP_SIZE].tolist(), rows):
-        found += [rec.rewards.history_value(values, row["history"], item, rec.VALUE_DECAY) for item in some]
+        found += [rec.history_value(values, row["history"], item, rec.VALUE_DECAY) for item in some]
     return sum(found) / len(found)
 
 

@@ -7,7 +7,7 @@ cells are evaluated alike: reward of the 16 likeliest items, and of 16 samples a
 SFT policies and results.jsonl; cells that are in it are not run again. An OUT that was made with other
 KEY=VALUE words is refused.
 
-Runs use one thread unless OMP_NUM_THREADS is set: tests/conftest.py, which is imported here, sets it to 1.
+Runs use one thread unless OMP_NUM_THREADS is set: tests/old.py, which is imported here, sets it to 1.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from conftest import load_script
+from old import load_script
 from kept import append_result, read_results
 
 FIGURES = ("reward", "reward_sampled", "ndcg@10", "coverage@10")

@@ -1,93 +1,67 @@
-"""RCE for language models, in one file: mines candidates, checks them up, and trains on them by
-reward-weighted cross entropy.
+"""RCE for language models, in one file: mines candidates, scores them, and fits the policy to the better.
 
-The policy is fitted to the scored candidates y_1 .. y_n of each prompt x, to the better ones more
-(reward-weighted regression, Peters and Schaal 2007; AWR without the critic, arXiv 1910.00177; as TAU goes to
-0, best-of-n distillation):
+Reward-weighted cross-entropy (reward-weighted regression, Peters and Schaal 2007; AWR without the critic,
+1910.00177). The candidates y_1 .. y_n of a prompt x, with rewards r_1 .. r_n, give
 
-    w_i = exp(r_i / TAU) / sum_j exp(r_j / TAU)               no gradient; sums to 1 for each prompt
+    w_i = exp(r_i / TAU) / sum_j exp(r_j / TAU)               no gradient; they sum to 1 for each prompt
     L   = mean over prompts of sum_i w_i * -log pi(y_i | x)   LENGTH_NORMALISE: log pi / tokens of y_i
 
-    1. mine      propose a greedy response, beams, samples at several temperatures and, if wanted, the data's
-                 own solution; merge equal ones; score all by the cheap signal; verify the best and some
-                 others with the reward (compute_rewards)
-    2. check up  log what the candidates are worth; tools/check_up.py adds a picture and a verdict: mine more
-                 or fix the reward (both with RESUME=no), or train
-    3. train     on the prompts whose candidates' rewards differ; a fifth of the prompts is kept to validate
-    ROUNDS > 1   mine again with the policy so far, from further prompts
+As TAU goes to 0, this becomes best-of-n distillation. Each of the ROUNDS does this, with further prompts:
 
-gt_prob of a candidate is the probability that the policy gives to the gold answer after the candidate's
-working (its text through ANSWER_FORM's mark): the product over the tokens of the answer and of what ends it,
-summed over distinct gold answers with their weights. It is at most 1: with what ends it, no answer's tokens
-are the beginning of another's.
-Deliberate choices:
-- validation is the accuracy of the policy's pick, its likeliest candidate, on held-back prompts of the first
-  round; best/ follows it;
-- if the verified candidates of a prompt are all right or all wrong, its other candidates are verified too;
-- a candidate whose scoring raised an error is kept with eval_failed and never trained on;
-- rewards are normalised at most once (WEIGHT_REWARDS).
+    mine      propose the greedy response, beams, samples at several temperatures and, if wanted, the data's
+              own solution; merge equal ones; score all of them by a cheap signal (gt_prob or logprob); verify
+              the best and some others by the reward functions. If all of these are right or all are wrong,
+              verify the rest of the prompt's, too
+    check up  log what the candidates are worth; tools/check_up.py says more
+    train     on the prompts whose candidates' rewards differ. Some prompts are held back: best/ follows
+              pick_accuracy, how often the policy's likeliest candidate is right on them
 
-Shapes: rows = candidates of a step; R = tokens of the longest of them. A parameter `rows` beside a batch is a
-list of row numbers; batch.rows has each candidate's prompt, a record of the data, so one may stand there more
-than once. In mining `rows` are prompts, each once.
+    gt_prob(y) = sum over distinct gold answers a of pi(a and what ends it | x, y through ANSWER_FORM's mark)
 
-    python rce/rce.py                                   # edit the constants below, or: KEY=VALUE, @FILE
+Shapes: rows = candidates, those of one prompt being neighbours; P = tokens of the longest prompt; R = tokens
+of the longest response.
+
+    python rce/rce.py                         # edit the constants below, or give KEY=VALUE or @FILE
     python rce/rce.py STAGE=mine, then python tools/check_up.py checkpoints/rce, then rce.py STAGE=train
-    python grpo/grpo.py ACTOR_MODEL=checkpoints/rce/best/policy      # go on with GRPO
+    python grpo/grpo.py ACTOR_MODEL=checkpoints/rce/best/policy    # go on with GRPO
+    torchrun --nproc_per_node=4 rce/rce.py    # the same candidates, the same update up to rounding
 
-Writes into OUTPUT_DIR: candidates_round_N.parquet, training_config.json, logs/ (training_*.log,
-metrics.jsonl, samples.jsonl), step_N/ checkpoints, best/policy/, two pictures (docs/reference.md).
+Writes candidates_round_N.parquet, logs/, checkpoints step_N/, best/policy/ and two pictures into OUTPUT_DIR.
+A run that was stopped or killed continues from its last checkpoint and its last mined prompts, and ends with
+the same bytes.
 
-To change     see
-the loss      rce_loss, RCETrainer.update                the data      TRAIN_DATASETS; load_rows
-the weights   TAU, WEIGHT_REWARDS; rce_weights           a metric      update, record, measure, evaluate
-the reward    REWARD_FUNCTIONS, REWARD_MODE;             a plot        self.run.panels; draw_plot
-              compute_rewards, shaped_rewards            the schedule  learning_rate_scale, plan_steps
-what is mined propose, choose_verified; sampling_logprobs
-The optimizer is make_optimizer's. A reward function of weight 0 adds a column reward/NAME to the candidates
-and a metric of that name to evaluation, none to the training steps. To add a constant write one line below;
-one that may be None needs its type, as SYSTEM_PROMPT has.
+To change    see                                      To change      see
+the weights  rce_weights, tau_at, reward_modes        the data       TRAIN_DATASETS, load_rows
+the loss     rce_loss, update                         a metric       update, record, evaluate, check_up
+the reward   REWARD_FUNCTIONS, compute_rewards        a plot         PANELS, draw_grid
+the mining   propose, choose_verified, beam_search    validation     is_held_back, validate
 """
 
 import ast
-import copy
 import csv
 import difflib
-import faulthandler
-import hashlib
-import inspect
-import io
-import itertools
 import json
 import math
-import operator
 import os
-import platform
 import random
-import re
 import shutil
 import signal
-import subprocess
 import sys
-import threading
 import time
-import traceback
-import warnings
+import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from datetime import datetime, timedelta
-from functools import partial
+from itertools import chain, cycle, islice
 from pathlib import Path
 from types import SimpleNamespace
-from weakref import WeakSet
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
+    print(__doc__ + Path(__file__).read_text().split("= constants\n")[1].split("\n# =====")[0])
+    sys.exit()
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
-    print(__doc__ + Path(__file__).read_text().split("= constants\n")[1].split("\n_VALID_RANGES")[0])
-    sys.exit()
-if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
-    print(f"{Path(__file__).name} loads torch, models and data", flush=True)
 import filelock
 import numpy as np
 import pyarrow
@@ -96,47 +70,36 @@ import torch
 import torch.distributed as dist
 import transformers
 from matplotlib.figure import Figure
-from safetensors.torch import load_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.special import entr
 from tqdm import tqdm
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoTokenizer
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
-from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-ROOT = next((p for p in Path(__file__).resolve().parents if (p / "rewards").is_dir()), None)
-if ROOT is None:
-    sys.exit("rce.py needs the folder rewards/ beside it or above it: copy it from the repository")
+rank, world_size = 0, 1  # of this process, among those of torchrun; 0 alone asks, writes and prints
+if dist.is_torchelastic_launched():
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+# The folder that holds rewards/
+ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir())
 sys.path.insert(0, str(ROOT))
-import rewards
+from rewards import UserError, call_reward, find_function, gold_answers
 
 # ================================================================ constants
 
 # What to do
-STAGE = "all"  # all | mine | train (on the candidates of the first round) | evaluate (EVALUATE_POLICY)
-EVALUATE_POLICY = "best"  # best, or step_N, of OUTPUT_DIR; or any model: a folder or a hub name
-EVALUATE_SAMPLES = 8  # sampled responses per prompt in STAGE=evaluate: k of pass@k and majority@k
+STAGE = "all"  # all | mine (the first round, no training) | train (on the first round's candidates)
 ROUNDS = 2  # times to mine and train
-CANDIDATES: str | None = None  # a parquet of scored candidates to use in the first round instead of mining
+CANDIDATES: str | None = None  # a parquet of scored candidates, used in the first round instead of mining
 
 # Models: a folder or a hub name
 ACTOR_MODEL = f"{ROOT}/data/tiny/policy"
-REWARD_MODEL: str | None = None  # classifier with one label; None: reward functions alone
-LORA_RANK = 0  # 0: all weights are trained; > 0: only LoRA adapters of this rank (2106.09685)
+LORA_RANK = 0  # 0: all weights are trained; > 0: LoRA adapters of this rank on all linear layers (2106.09685)
 LORA_ALPHA = 32.0  # an adapter's output is scaled by LORA_ALPHA / LORA_RANK
-LORA_TARGETS = "all-linear"  # "all-linear" (every linear layer except the heads), or names: q_proj,v_proj
-DTYPE = "float32"  # float32 | bfloat16 (autocast; trained weights and optimizer state stay float32)
-DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
-GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
+DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state stay float32)
+DEVICE = "auto"  # auto | cpu | cuda | cuda:1
+ATTENTION: str | None = None  # sdpa | eager | flash_attention_2 (if installed); None: what the model has
+GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, slower
 
 # Data sets: {"path", "type": "jsonl" | "csv" | "parquet" | "hub", "input", "output"}; on the hub also "name"
-# and "split". "input" and "output" name columns; a dot reaches into nested records ("answers.text"). The
-# input is a text or a list of chat messages
+# and "split". "input" and "output" name columns; the input is a text or a list of chat messages
 TRAIN_DATASETS = [
     {"path": f"{ROOT}/data/tiny/train.jsonl", "type": "jsonl", "input": "problem", "output": "solution"},
     {"path": f"{ROOT}/data/tiny/train.parquet", "type": "parquet", "input": "problem", "output": "solution"},
@@ -146,4061 +109,1399 @@ EVAL_DATASETS = [
 ]
 PROMPT_TEMPLATE = "{input}"  # the question; the tokenizer's chat template, if it has one, wraps it
 SYSTEM_PROMPT: str | None = None  # put before prompts that have none; needs a chat template
-MAX_TRAIN_PROMPTS: int | None = None  # number of prompts read, from the first on; None: all
-MAX_EVAL_PROMPTS: int | None = 200
-VALIDATION_FRACTION = 0.2  # of the first round's prompts: never trained on
+MAX_EVAL_PROMPTS: int | None = 200  # the first ones; None: all
+VALIDATION_FRACTION = 0.2  # of the prompts, chosen by their text, 0 to 1: never trained on
 
-# Rewards: pairs (function or its name in rewards/, weight). The score, REWARD_MODEL_WEIGHT * reward model +
-# sum of weight * function, is logged in evaluation and never trained on. What is trained on is r, which
-# REWARD_MODE makes of HARD_REWARD, SOFT_REWARD and gt_prob. Weight 0: not in the score, but perhaps in r
-REWARD_FUNCTIONS = [("exact_answer", 1.0), ("rouge_l", 0.0)]
-REWARD_MODEL_WEIGHT = 1.0
-HARD_REWARD = "exact_answer"  # the part of REWARD_FUNCTIONS that is 1 for right, 0 for wrong candidates
-# The part that grades candidates, in [0, 1]; "reward_model": its score through a sigmoid
-SOFT_REWARD = "rouge_l"
-REWARD_MODE = "hard_only"  # function in rewards/ that makes r; add one of yours to _VALID_RANGES
-HYBRID_SCORE = "logprob"  # logprob or a reward: what REWARD_MODE = hybrid scales and mixes in
-SIMILARITY_WEIGHT = 0.0  # adds this times the reward SIMILARITY to the r of wrong candidates
-SIMILARITY = "rouge_l"
+# Rewards: a function is a name in rewards/, or one that you define above: f(prompts, responses, answers)
+# returns one number per response. Further parameters of f get the data columns of their names; response_ids
+# are the token ids with EOS. For a reward model define a function that calls it
+REWARD_FUNCTIONS = [("exact_answer", 1.0), ("rouge_l", 0.0)]  # weights are those of evaluation's reward
+HARD_REWARD = "exact_answer"  # the part that is 1 for right and 0 for wrong candidates
+SOFT_REWARD = "rouge_l"  # the part that grades candidates, 0 to 1
+REWARD_MODE = "hard_only"  # what r is: a name in reward_modes below, or a function of yours like them
 ANSWER_FORM = "#### {answer}"  # how a response states its answer: where gt_prob puts the gold one
-GOLD_FULL_COUNT = 1  # a gold answer listed n times has weight min(1, n / this) in gt_prob (VQA: 3)
 ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is correct (evaluation)
-REWARD_TIMEOUT: float | None = 600.0  # seconds to score one batch of responses; None: no limit
 
 # Mining
-MINE_PROMPTS: int | None = 320  # of the first round; None: all. Later rounds: less those held back
-GREEDY = True  # propose the greedy response
-BEAMS = 2  # propose the responses of a beam search of this width; 0: none
+MINE_PROMPTS: int | None = 320  # prompts per round; None: all
+BEAMS = 2  # responses of a beam search of this width; 0: none
 GROUP_SIZE = 13  # sampled responses per prompt, dealt out over SAMPLE_TEMPERATURES
-SAMPLE_TEMPERATURES = [0.6, 0.8, 1.0]
+SAMPLE_TEMPERATURES = [0.6, 0.8, 1.0]  # each > 0
 INCLUDE_REFERENCE = False  # propose the data's own solution, if it has at most MAX_NEW_TOKENS tokens
 CHEAP_SIGNAL = "gt_prob"  # gt_prob | logprob: what candidates are ranked by before they are verified
-VERIFY_TOP: int | None = None  # how many of a prompt's best are verified, whoever proposed them; None: all
-VERIFY_RANDOM = 2  # how many of its others are verified, at random
+VERIFY_TOP: int | None = None  # how many of a prompt's best candidates are verified; None: all
+VERIFY_RANDOM = 2  # how many of the others are verified, at random
 MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
 MAX_NEW_TOKENS = 64
-TEMPERATURE = 1.0  # > 0; divides the logits in training, evaluation and logged log-probabilities
+TEMPERATURE = 1.0  # > 0; in training, evaluation and all log-probabilities
 EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
 
-# Training
-BATCH_SIZE = 32  # prompts per training step, times GRADIENT_ACCUMULATION_STEPS; and prompts mined at a time
-MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: chosen from the memory
-GRADIENT_ACCUMULATION_STEPS = 1  # batches of BATCH_SIZE prompts per step; micro-batches: MICRO_BATCH_ROWS
-TAU = 0.1  # > 0; small: only the best candidates, large: all alike
+# Optimisation
+BATCH_SIZE = 32  # prompts mined at a time, and
+GRADIENT_ACCUMULATION_STEPS = 1  # times this, the prompts of an optimizer step; not micro-batches
+MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: as memory allows
+TAU = 0.1  # > 0; small: only the best candidates weigh; large: all weigh alike
 TAU_END: float | None = None  # moves TAU there by equal factors over the run; None: it stays
-WEIGHT_REWARDS = "raw"  # raw | zscore (within the prompt)
-LENGTH_NORMALISE = False
+WEIGHT_REWARDS = "raw"  # raw | zscore: r as it is, or scaled to mean 0 and deviation 1 within the prompt
+LENGTH_NORMALISE = False  # divides log pi by the number of tokens
 LEARNING_RATE = 3e-4
-MAX_GRAD_NORM = 1.0  # > 0
+MAX_GRAD_NORM = 1.0
 WEIGHT_DECAY = 0.0
 USE_LR_SCHEDULER = True
-LR_SCHEDULER_TYPE = "linear"  # linear | cosine (towards 0, one step after the last) | plateau (halves)
-PLATEAU_PATIENCE = 2  # evaluations without a better pick before plateau halves
+LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0) | plateau (halves after 2 evaluations without gain)
 WARMUP_STEPS = 0  # linear warm-up, with or without a scheduler
 
-# Schedule
+# Schedule and files
 NUM_EPOCHS = 2  # passes over a round's prompts
-MAX_STEPS: int | None = None  # a bound on the steps of all rounds
-
-# Bookkeeping
+MAX_STEPS: int | None = None  # of all rounds; None: all steps are run
 SAVE_EVERY_N_STEPS = 25  # 0: only after each round
 KEEP_LAST_N_CHECKPOINTS = 3
-EVAL_EVERY_N_STEPS = 8  # 0: only before the first and after each round
-EARLY_STOPPING_PATIENCE = 0  # evaluations without a better pick before the run ends; 0: never
-EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest pick_accuracy
+EVAL_EVERY_N_STEPS = 8  # 0: only before the first step and after each round
+EARLY_STOPPING_PATIENCE = 0  # evaluations without a better pick before the run ends; 0: all steps are run
+EARLY_STOPPING_THRESHOLD = 0.0  # a smaller gain does not count for EARLY_STOPPING_PATIENCE
 LOG_SAMPLES = 4  # candidates per step written to samples.jsonl
 RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or a run
 OUTPUT_DIR = f"{ROOT}/checkpoints/rce"
 SEED = 1
-USE_WANDB = False
-WANDB_PROJECT = "hackable-rlhf"
-# Panels of rce_metrics_with_entropy.png: (label, metrics); training_metrics_detailed.png has all that change
-PLOT_PANELS = [
-    ("accuracy", ["accuracy_sampled", "accuracy_greedy", "pass@k"]),
-    ("pick_accuracy", ["pick_accuracy"]),
-    ("entropy", ["entropy"]),
-    ("policy_loss", ["policy_loss"]),
-    ("grad_norm", ["grad_norm"]),
-    ("effective_candidates", ["effective_candidates"]),
-    ("weight_on_best", ["weight_on_best"]),
-    ("reward", ["reward"]),
-    ("response_length", ["response_length"]),
-]
-
-# Processes: torchrun --nproc_per_node=2 rce/rce.py
-DETERMINISTIC_GRADIENTS = True  # the same bits on any number of processes; False: a little faster
-SHARD = "none"  # none | fsdp2: each process keeps a part of every model, but samples with a whole one
-PROCESS_TIMEOUT = 1800.0  # seconds that a process waits for the others
-
-_VALID_RANGES = {  # (smallest, largest) value or allowed words, where a bad value might go unnoticed
-    "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS ROUNDS": (1, 1e12),
-    "MAX_STEPS NUM_EPOCHS EVAL_SAMPLES MINE_PROMPTS VERIFY_TOP KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
-    "PLATEAU_PATIENCE MAX_TRAIN_PROMPTS MICRO_BATCH_ROWS EVALUATE_SAMPLES": (1, 1e12),
-    "MAX_EVAL_PROMPTS WARMUP_STEPS LOG_SAMPLES SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS WEIGHT_DECAY": (0, 1e12),
-    "BEAMS VERIFY_RANDOM": (0, 1e12),
-    "TAU TAU_END TEMPERATURE MAX_GRAD_NORM LORA_ALPHA GOLD_FULL_COUNT REWARD_TIMEOUT": (1e-6, 1e9),
-    "LEARNING_RATE SIMILARITY_WEIGHT LORA_RANK": (0, 1e6),
-    "VALIDATION_FRACTION": (0, 0.9),
-    "STAGE": ["all", "mine", "train", "evaluate"],
-    "DTYPE": ["float32", "bfloat16"],
-    "SHARD": ["none", "fsdp2"],
-    "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
-    "CHEAP_SIGNAL": ["gt_prob", "logprob"],
-    "WEIGHT_REWARDS": ["raw", "zscore"],
-    "REWARD_MODE": (
-        "hard_only soft_only hard_plus_soft hard_plus_soft_v2 separated hard_plus_gtprob "
-        "hard_plus_gtprob_separated hybrid"
-    ).split(),
-}
-_TUNED_FOR_TINY = {  # values that suit the shipped model and data, and what another model wants
-    "MINE_PROMPTS": (320, "None: all prompts"),
-    "MAX_PROMPT_TOKENS": (256, "longer prompts are left out"),
-    "MAX_NEW_TOKENS": (64, "worked solutions need 256 to 1024"),
-    "LEARNING_RATE": (3e-4, "1e-5 for whole pretrained models, 1e-4 for LoRA"),
-    "OUTPUT_DIR": (f"{ROOT}/checkpoints/rce", "the shipped model's run; give yours a folder of its own"),
-}
-_RENAMED = {"EXACT_SUMS": "DETERMINISTIC_GRADIENTS"}  # old names of constants, accepted as arguments
-_INSTEAD_HERE = {  # constants of other trainers: what this file has instead
-    "GROUP_EPOCHS": "NUM_EPOCHS",
-    "RCE_EPOCHS": "NUM_EPOCHS",
-    "MINE_QUERIES": "MINE_PROMPTS",
-}
-# When a run resumes, it logs every constant that has changed, except these
-_MAY_CHANGE = "RESUME OUTPUT_DIR PLOT_PANELS STAGE EVALUATE_POLICY EVALUATE_SAMPLES".split()
-# When one of these has changed, the scores of a resumed run do not compare with the earlier ones. Add a
-# constant of yours that changes how responses are sampled or scored
-_CHANGE_SCORES = """
-    EVAL_DATASETS MAX_EVAL_PROMPTS REWARD_FUNCTIONS REWARD_MODEL REWARD_MODEL_WEIGHT
-    ACCURACY_FUNCTION PROMPT_TEMPLATE SYSTEM_PROMPT MAX_PROMPT_TOKENS MAX_NEW_TOKENS TEMPERATURE
-    VALIDATION_FRACTION
-    LENGTH_NORMALISE
-""".split()
+USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, WANDB_MODE
 
 # ================================================================ the maths of RCE
-# rce_weights, tau_at and rewards_by_mode stand below, under "mining and check-up"
 
 
+# differs: mining samples at several temperatures
 def sampling_logprobs(logits, temperature):
-    """Returns log-probabilities (..., vocabulary) of the distribution that mining (except its beams) and
-    evaluation sample from. Edit it here, for example for top-p; a token that must not be sampled gets -inf.
-    Candidates are scored, and trained on, by the full distribution and not by this one: by this one a token
-    that top-p drops could never be learnt."""
-    return full_logprobs(logits, temperature)
+    """Returns log-probabilities (..., vocabulary) at a temperature, a number or a tensor. Sampling, scoring
+    and training call it. For top-p and the like edit generate(): a token that is excluded here could never
+    be learnt."""
+    return (logits.float() / temperature).log_softmax(-1)
 
 
-def rce_loss(logprobs, mask, weights, num_prompts, length_normalise):
-    """Returns these rows' share of the step's loss: the sum of weight * -log pi(row), divided by the number
-    of prompts in the whole step. logprobs, mask (rows, R); weights (rows,). A prompt's candidates may be
-    divided over several calls."""
+def rce_weights(rewards, tau):
+    """Returns the weights w of one prompt's candidates from their rewards r, two (candidates,)."""
+    if WEIGHT_REWARDS == "zscore":
+        rewards = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    return (rewards / tau).softmax(0)
+
+
+def tau_at(steps_done, total):
+    """Returns TAU after steps_done of total steps. It moves to TAU_END by equal factors."""
+    done = min(1, steps_done / max(1, total - 1))
+    return TAU * ((TAU_END or TAU) / TAU) ** done
+
+
+def rce_loss(logprobs, mask, weights):
+    """Returns the sum over rows of w * -log pi. logprobs, mask (rows, R); weights (rows,)."""
     row_logprobs = (logprobs * mask).sum(1)
-    if length_normalise:
+    if LENGTH_NORMALISE:
         row_logprobs = row_logprobs / mask.sum(1)
-    return -(weights * row_logprobs).sum() / num_prompts
+    return -(weights * row_logprobs).sum()
+
+
+def gold_probability(logprobs, start):
+    """Returns pi(a and what ends it | x, working). logprobs (R,) of a working of `start` tokens, then a."""
+    return logprobs[start:].double().sum().exp().item()
+
+
+def hybrid(hard, soft, gt_prob, score):
+    """Returns the mean of hard and the score, which is scaled to 0 to 1 within the prompt."""
+    return (hard + (score - score.min()) / (score.max() - score.min()).clamp(min=1e-8)) / 2
+
+
+# r of one prompt's candidates, (candidates,), from hard (0 or 1), soft and gt_prob (0 to 1) and the logprob
+reward_modes = {
+    "hard_only": lambda hard, soft, gt_prob, score: hard,
+    "soft_only": lambda hard, soft, gt_prob, score: soft,
+    "hard_plus_soft": lambda hard, soft, gt_prob, score: hard + soft,  # right and wrong ones can meet at 1
+    "separated": lambda hard, soft, gt_prob, score: 2 * hard + soft,  # right ones 2 to 3, wrong ones 0 to 1
+    "hard_plus_gtprob": lambda hard, soft, gt_prob, score: hard + gt_prob,
+    "hard_plus_gtprob_separated": lambda hard, soft, gt_prob, score: 2 * hard + gt_prob,
+    "hybrid": hybrid,
+}
 
 
 def shaped_rewards(candidates):
-    """Returns r of one prompt's candidates: by REWARD_MODE, and with SIMILARITY added to wrong ones."""
-    mixed_score = "logprob" if HYBRID_SCORE == "logprob" else f"reward/{HYBRID_SCORE}"
-    shaped = rewards_by_mode(candidates, mixed_score)
-    if SIMILARITY_WEIGHT == 0:
-        return shaped
-    hard = column(candidates, "hard")
-    similarities = [c.get(f"reward/{SIMILARITY}") for c in candidates]
-    if None in similarities:
-        raise UserError(f"SIMILARITY = {SIMILARITY!r} is none of the rewards that the candidates have")
-    return rewards.shape_wrong(shaped, hard, similarities, SIMILARITY_WEIGHT)
+    """Returns r of one prompt's candidates by REWARD_MODE, (candidates,), float64."""
+    names = ("hard", "soft", "gt_prob", "logprob")
+    columns = [np.array([candidate.get(name) for candidate in candidates], float) for name in names]
+    mode = reward_modes.get(REWARD_MODE, REWARD_MODE)
+    return mode(*map(torch.from_numpy, columns))
+
+
+def learning_rate_scale(steps_done, total, halvings):
+    """Returns the factor of the learning rate after steps_done steps: linear warm-up, then the schedule."""
+    if steps_done < WARMUP_STEPS:
+        return (steps_done + 1) / WARMUP_STEPS
+    if not USE_LR_SCHEDULER:
+        return 1.0
+    done = (steps_done - WARMUP_STEPS) / max(1, total - WARMUP_STEPS)
+    scales = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "plateau": 0.5**halvings}
+    return scales[LR_SCHEDULER_TYPE]
 
 
 # ================================================================ the trainer
 
 
 class RCETrainer:
-    """Models, candidates and the algorithm; self.run has the files. resume_from_checkpoint overrides the
-    constant RESUME: a path, "ask", "yes" or "no"."""
+    """Models, candidates and the algorithm; self.run has the files. self.state is what a checkpoint holds
+    beside weights and optimizer: add numbers, texts, lists or tensors of yours."""
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
-        if not SAMPLE_TEMPERATURES or not all(1e-3 <= t <= 1e3 for t in SAMPLE_TEMPERATURES):
-            raise UserError(f"SAMPLE_TEMPERATURES = {SAMPLE_TEMPERATURES}: it takes numbers, 0.001 to 1000")
-        if ANSWER_FORM.count("{answer}") != 1:
-            raise UserError(f"ANSWER_FORM = {ANSWER_FORM!r} must contain {{answer}} once")
+        self.device = join_processes()
+        self.run = Run(resume_from_checkpoint or RESUME)
+        self.state = SimpleNamespace(
+            step=0,  # the current one, from 1; between steps, how many are done
+            round=1,  # the current one
+            round_start=0,  # the step after which it began
+            evaluation={},  # the last one's metrics
+            best_score=-math.inf,  # the highest pick_accuracy: its policy is in best/
+            evaluations_without_gain=0,
+            halvings=0,  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
+            log_sizes={},  # bytes of each log when the checkpoint was saved
+            wandb_id=None,
+        )
+        self.seed_step()  # for the first weights of adapters
+        try:
+            self.load_models(self.run.checkpoint)
+            if self.run.checkpoint:
+                self.load_state(self.run.checkpoint)
+        except Exception as error:  # the libraries raise many types
+            names = f"ACTOR_MODEL={ACTOR_MODEL} or RESUME={self.run.checkpoint}"
+            raise UserError(f"{names} cannot be loaded: {first_line(error)}") from error
+        self.reward_functions = [(find_function(function), weight) for function, weight in REWARD_FUNCTIONS]
+        self.accuracy_function = find_function(ACCURACY_FUNCTION)
+        self.reward_parts = {}  # {name: (rows,)}, filled by compute_rewards() and logged
+        self.train_rows = load_rows(TRAIN_DATASETS, self.tokenizer)
+        self.eval_rows = load_rows(EVAL_DATASETS, self.tokenizer)[:MAX_EVAL_PROMPTS]
+        check_ids(self.actor, chain(self.end_ids, *column(self.train_rows + self.eval_rows, "ids")))
+        if CHEAP_SIGNAL == "gt_prob" and None in column(self.train_rows, "answer"):
+            raise UserError('CHEAP_SIGNAL = "gt_prob" needs the key "output" of TRAIN_DATASETS')
         self.rounds = 1 if STAGE == "train" else ROUNDS
-        self.device = find_device()
-        self.run = Run("rce", resume_from_checkpoint, self.device)
-        self.run.best_by = ["pick_accuracy", "reward"]
-        if STAGE == "train" or CANDIDATES:  # the first round's candidates are given, so they stay
-            self.run.old_files += ["candidates_round_[!1]*", "candidates_round_1[0-9]*"]
-        else:
-            self.run.old_files.append("candidates_*")
-        name = "/".join(Path(ACTOR_MODEL).parts[-2:])
-        self.run.title = f"RCE ({REWARD_MODE}, tau {TAU:g}), {name}, seed {SEED}"
-        pass_at_k = f"pass@{EVAL_SAMPLES}"
-        # In training, reward is r, and it and response_length are those of the mined candidates; in
-        # evaluation, reward is the score, and both are those of the policy's responses
-        self.run.phase_names = {"train": "mined candidates", "eval": "the policy, held out"}
-        for label, keys in PLOT_PANELS:
-            self.run.panels.append((label, [key.replace("pass@k", pass_at_k) for key in keys]))
-        # compute_rewards() fills it: {name: (rows,)}, of which HARD_REWARD and SOFT_REWARD are two.
-        # score_over_ranks() empties it before each call and returns what it finds
-        self.reward_parts = {}
-        self.load_models()
-        self.train_rows = load_prompts(self, TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS)
-        self.eval_rows = load_prompts(self, EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS)
-        check_models(self.models_by_constant, self.train_rows, self.pad_id)
-        self.rows = {row["id"]: row for row in self.train_rows}  # train_rows become those of the round
-        if len(self.rows) < len(self.train_rows):
-            raise UserError(
-                "TRAIN_DATASETS has a data set twice, and candidates go by data set and line: name it once"
-            )
-        # What a checkpoint keeps beside weights, optimizers and generators. order: this epoch's permutation;
-        # to_train: how many prompts the round trains on, a guess until it is mined; candidates: the digest of
-        # each round's file; responses: how many were proposed
-        to_train = math.ceil((MINE_PROMPTS or len(self.rows)) * (1 - VALIDATION_FRACTION))
-        self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=len(self.train_rows), round=1)
-        vars(self.state).update(round_start=0, to_train=to_train, candidates={}, responses=0)
-        self.run.register(self.state, self.models, self.optimizers, self.tokenizer)
-        self.to_copy = check_candidates(self.run.checkpoint, self.state.candidates)
-        self.plan_steps()
+        self.total_steps = math.inf if MAX_STEPS is None else MAX_STEPS  # until prepare_round() knows better
+        self.seconds = Counter()
 
-    def load_models(self):
-        """Loads the models, the policy from the checkpoint if there is one, and makes the optimizer."""
-        self.tokenizer = load_tokenizer(ACTOR_MODEL, "ACTOR_MODEL")
-        self.actor = load_trained(self.run, "policy", AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL")
-        self.pad_id = padding_id(self.actor, self.tokenizer)
-        self.eos_ids = ids_of_ends(self.actor, self.tokenizer)
-        self.models = {"policy": self.actor}  # saved in a checkpoint, by the name of their folder
-        self.models_by_constant = {"ACTOR_MODEL": self.actor}  # all that read prompts and responses
-        self.reward_model, self.reward_tokenizer = load_reward_model(REWARD_MODEL, self.device)
-        if not REWARD_MODEL and not REWARD_FUNCTIONS:
-            raise UserError("REWARD_MODEL is None and REWARD_FUNCTIONS is empty: set at least one of them")
-        self.reward_functions = resolve_rewards(REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
-        _, self.accuracy_function, _ = resolve_rewards([(ACCURACY_FUNCTION, 1.0)], "ACCURACY_FUNCTION")[0]
+    def load_models(self, checkpoint):
+        """The actor comes from the checkpoint if there is one."""
+        saved = checkpoint and checkpoint / "policy"
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(ACTOR_MODEL)
+        self.actor = load_trained(transformers.AutoModelForCausalLM, ACTOR_MODEL, saved).to(self.device)
+        self.models = {"policy": self.actor}  # what a checkpoint holds
         self.optimizers = {"policy": make_optimizer(self.actor, LEARNING_RATE)}
+        self.end_ids = find_end_ids(self.actor, self.tokenizer)
 
     # ------------------------------------------------------------ the algorithm
 
     def train(self):
-        """Mines, checks up and trains, round by round. Returns the last evaluation."""
-        run = self.run
-        with run.session(run_summary(self, 1)):  # lock, logs and signals; saves at the end
-            if run.checkpoint and rank() == 0:
-                self.tidy_candidates()
-            run.save()  # the first round mines from this checkpoint
-            for _ in range(self.state.round, self.rounds + 1):  # train_round() counts state.round up
-                if run.is_over() or not self.prepare_round() or STAGE == "mine":
-                    break
-                self.train_round()
-        return run.evaluation
+        """Mines, checks up and trains, round by round, until the last step, a signal, or patience ends it.
+        Returns the last evaluation."""
+        state = self.state
+        self.run.open(state)  # opens the logs and catches signals
+        self.run.log(f"{len(self.train_rows)} prompts and {len(self.eval_rows)} held out, on {self.device}")
+        self.save()  # the first round mines from this checkpoint
+        while state.round <= self.rounds and not self.is_over():
+            if not self.prepare_round() or STAGE == "mine":  # mines and checks up
+                break
+            if not state.evaluation:
+                self.log_evaluation(self.validate() | self.evaluate())
+            while state.step < self.round_end and not self.is_over():
+                state.step += 1
+                self.seconds = Counter()
+                self.seed_step()
+                batch = self.next_batch()  # candidates and their weights
+                metrics = self.update(batch)
+                self.record(batch, metrics)
+                is_last = state.step in (self.round_end, self.total_steps)
+                if is_last or (EVAL_EVERY_N_STEPS and state.step % EVAL_EVERY_N_STEPS == 0):
+                    self.log_evaluation(self.validate() | self.evaluate())
+                if SAVE_EVERY_N_STEPS and state.step % SAVE_EVERY_N_STEPS == 0 and not is_last:
+                    self.save()
+            if state.step == self.round_end:
+                state.round += 1
+                state.round_start = state.step
+                self.save()  # the next round mines from this checkpoint
+        self.save()
+        self.run.close(state)
+        return state.evaluation
 
-    def tidy_candidates(self):
-        """Archives candidates of rounds after the checkpoint, and copies those before it if the run goes on
-        in another folder."""
-        archived = list(filter(Path.exists, self.to_copy.values()))  # the copies would overwrite these
-        for path in Path(OUTPUT_DIR).glob("candidates_round_*"):
-            if (
-                int("0" + re.sub(r"\D", "", path.name)) > self.state.round
-            ):  # the digits are the round's number
-                archived.append(path)
-        archive_old_run(archived, OUTPUT_DIR, self.run.log)
-        for source, path in self.to_copy.items():
-            write_atomically(path, partial(shutil.copyfile, source))
+    # differs: mining draws numbers for each chunk of prompts, counted from 1
+    def seed_step(self, chunk=0):
+        """Makes all random numbers of a step a function of its number: a checkpoint need not keep any."""
+        seed = (1_000_003 * SEED + 104_729 * chunk + self.state.step) % 2**32
+        transformers.set_seed(seed)
+        self.generator = torch.Generator().manual_seed(seed)
 
-    def train_round(self):
-        """Trains on this round's candidates until the round's last step. To end the round early, set
-        self.round_end = run.step; after a `break` the same round would begin again."""
-        run = self.run
-        if run.needs_first_evaluation():
-            run.log_evaluation(self.measure())
-        while run.step < self.round_end and run.next_step():
-            batch = self.next_batch()
-            metrics = self.update(batch)
-            self.record(batch, metrics)
-            is_end = run.step == self.round_end or run.is_last_step()
-            if run.is_due(EVAL_EVERY_N_STEPS) or is_end:
-                run.log_evaluation(self.measure())
-            if run.is_due(SAVE_EVERY_N_STEPS) and run.step < self.round_end:
-                run.save()
-        if run.step >= self.round_end:
-            self.state.round += 1
-            self.state.round_start = run.step
-            self.state.cursor = 0
-            run.save()  # the next round mines from this checkpoint
+    def is_over(self):
+        self.run.signal = max(all_gather(self.run.signal))  # any process may have got it
+        out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.state.evaluations_without_gain
+        return self.run.signal or out_of_patience or self.state.step >= self.total_steps
 
     def prepare_round(self):
-        """Mines or reads this round's candidates, checks new ones up, and chooses the prompts to train on.
-        Returns False if a signal stopped the mining, or if a later round has nothing to train on."""
-        path = candidates_path(self.state.round)
-        number = str(self.state.round)
-        is_new = number not in self.state.candidates  # not yet trained on, though perhaps mined
-        if is_new and CANDIDATES and self.state.round == 1:
-            if not path.exists():
-                raise UserError(f"there are no candidates at {path}: correct CANDIDATES")
-        elif is_new and STAGE == "train":
-            if not path.exists():
-                raise UserError(f"there are no candidates at {path}: run STAGE=mine first, or set CANDIDATES")
-        elif is_new and not self.mine(path):
+        """Mines the round's candidates unless they are there, and plans its steps. Returns False if a signal
+        stopped the mining."""
+        state = self.state
+        path = candidates_path(self.run.folder, state.round)
+        if not all_gather(path.exists())[0] and not self.mine(path):
             return False
-        groups = read_candidates(path, self.rows, vocab_size(self.actor))
-        tokens = max(len(row["ids"]) + len(c["token_ids"]) for row, group in groups for c in group)
-        if tokens > max_positions(self.actor):  # of candidates that were given
-            fault = f"has {tokens} tokens with its prompt, and ACTOR_MODEL reads {max_positions(self.actor)}"
-            raise UserError(f"{path}: a candidate {fault}: leave it out")
-        self.split()
-        self.choose_rows(groups)
-        if is_new:
-            _, lists = zip(*groups)
-            proposed = sum(len(candidate["source"]) for candidates in lists for candidate in candidates)
-            figures = check_up(lists, proposed, path, self.run.log)
-            self.state.responses += proposed
-            counts = {"round": self.state.round, "responses": self.state.responses}
-            self.run.write_metrics("mine", {**counts, **figures})
-        if not self.train_rows:
-            fault = "there is nothing to train on: a prompt needs two verified candidates of unequal rewards"
-            if self.state.round == 1:
-                raise UserError(f"{path}: {fault}")
-            self.run.log(f"Round {number} ends the run, because in {path} {fault}")
-            return False
-        if not is_new and len(self.train_rows) != self.state.to_train:  # state.order is over those prompts
-            fault = (
-                f"leaves {len(self.train_rows)} prompts to train on, and left {self.state.to_train} before"
-            )
-            hint = "set REWARD_MODE, VALIDATION_FRACTION and what else decides it back, or RESUME=no"
-            raise UserError(f"{path} {fault} the run was stopped: {hint}")
-        self.state.to_train = len(self.train_rows)
-        self.plan_steps()
-        if is_new:
-            self.state.candidates[number] = file_digest(path)["sha256"]
-            self.run.log(
-                f"Round {number}: {len(self.train_rows)} prompts to train on in steps {self.run.step + 1} to "
-                f"{self.round_end}, {len(self.validation)} prompts to validate"
-            )
+        groups = read_candidates(path, self.train_rows)
+        first_round = read_candidates(candidates_path(self.run.folder, 1), self.train_rows)
+        self.validation_groups = [group for group in first_round if is_held_back(group[0]["row"])]
+        groups_to_train = [group for group in groups if not is_held_back(group[0]["row"])]
+        # Equal rewards do not say which candidate is better
+        self.train_groups = [group for group in groups_to_train if shaped_rewards(group).std() > 1e-6]
+        if state.round == 1 and not self.train_groups:
+            raise UserError(f"{path}: no prompt to train on has two candidates of unequal rewards")
+
+        self.steps_per_epoch = math.ceil(len(self.train_groups) / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
+        steps = NUM_EPOCHS * self.steps_per_epoch
+        self.round_end = state.round_start + steps
+        rounds_left = self.rounds - state.round + 1  # they are taken to be as long as this one
+        self.total_steps = min(
+            state.round_start + rounds_left * steps, math.inf if MAX_STEPS is None else MAX_STEPS
+        )
+        if state.step == state.round_start:  # else it was logged before the run was stopped
+            figures = {"trained_prompts": len(self.train_groups), **check_up(groups)}
+            self.run.write("metrics.jsonl", phase="mine", step=state.step, round=state.round, **figures)
+            texts = [f"{name} {x:.3g}" for name, x in figures.items()]
+            self.run.log(f"Check-up of {path}: " + "  ".join(texts))
         return True
 
-    def choose_rows(self, groups):
-        """Keeps the prompts to train on: not held back, and with candidates whose rewards differ. Equal
-        rewards say nothing about which candidate to prefer."""
-        self.train_rows = []
-        for row, candidates in groups:
-            candidates = usable(candidates)
-            if len(candidates) > 1 and not self.is_held_back(row):
-                shaped = shaped_rewards(candidates)
-                if not is_flat(shaped):
-                    self.train_rows.append({**row, "candidates": candidates, "rewards": shaped})
-
     def next_batch(self):
-        """Returns the next prompts' candidates as a batch with their weights. Candidates whose weight is not
-        above 0 are left out."""
-        chosen = next_rows(self.train_rows, self.state, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)
-        tau = tau_at(max(0, self.run.step - 1), self.run.total_steps)
-        kept = []  # (row, candidate, reward, weight)
-        effective, best = [], []  # of each prompt: exp of the weights' entropy, the largest weight
-        for row in chosen:
-            weights = rce_weights(row["rewards"], tau, WEIGHT_REWARDS)
-            effective.append(torch.special.entr(weights).sum().exp().item())
-            best.append(weights.max().item())
-            for candidate, reward, weight in zip(row["candidates"], row["rewards"], weights.tolist()):
-                if weight > 0:
-                    kept.append((row, candidate, reward, weight))
-        rows, candidates, row_rewards, row_weights = map(list, zip(*kept))
-        batch = make_batch(column(rows, "ids"), column(candidates, "token_ids"), self.device)
-        batch.rows, batch.candidates, batch.rewards = rows, candidates, row_rewards
-        batch.weights = torch.tensor(row_weights, device=self.device)  # (rows,)
-        batch.num_prompts = len(chosen)
-        batch.facts = {
-            "tau": tau,
-            "effective_candidates": sum(effective) / len(chosen),
-            "weight_on_best": sum(best) / len(chosen),
-        }
+        """Returns the candidates of the step's prompts, see make_batch(), with their rewards and weights
+        (rows,). Each epoch has its own order."""
+        epoch, place = divmod(self.state.step - self.state.round_start - 1, self.steps_per_epoch)
+        self.epoch = (self.state.round - 1) * NUM_EPOCHS + epoch + 1
+        generator = torch.Generator().manual_seed(SEED + self.epoch)
+        order = torch.randperm(len(self.train_groups), generator=generator)
+        chosen = order.split(BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)[place]
+        groups = [self.train_groups[i] for i in chosen]
+        batch = make_batch(list(chain(*groups)))
+        batch.tau = tau_at(self.state.step - 1, self.total_steps)
+        rewards = list(map(shaped_rewards, groups))
+        batch.prompt_weights = [rce_weights(prompt_rewards, batch.tau) for prompt_rewards in rewards]
+        batch.weights = torch.cat(batch.prompt_weights).float()
+        batch.rewards = torch.cat(rewards).float()
         return batch
 
     def update(self, batch):
-        """Makes one optimizer step on the batch. Returns its metrics."""
-        run = self.run
-        schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
-        steps_done = max(0, run.step - 1)  # run.step is 0 before the first step
-        scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
-        set_learning_rate(self.optimizers["policy"], LEARNING_RATE * scale)
-        num_tokens = batch.response_mask.sum()
-        gradients = GradientSum([self.actor])
-        with run.timed("update"):
-            for rows in gradients.deal(micro_batches(self.actor, batch)):
-                index = to_device(rows, self.device)
-                mask = batch.response_mask[index, : max_response_length(batch, rows)]
-                logprobs, entropy = response_logprobs(self.actor, batch, rows, TEMPERATURE, full_logprobs)
-                loss = rce_loss(logprobs, mask, batch.weights[index], batch.num_prompts, LENGTH_NORMALISE)
-                gradients.backward(self.actor, loss)
-                gradients.log_sum("policy_loss", loss.detach())
-                gradients.log_means({"entropy": entropy}, mask, num_tokens)
-            metrics = gradients.finish()
-            loss = metrics["policy_loss"]
-            norms = clip_and_step(self.optimizers.values(), loss, run, column(batch.rows, "id"))
-        return {**metrics, "grad_norm": norms[0], "learning_rate": LEARNING_RATE * scale}
+        """Makes one optimizer step on the batch. The loss is that of all its rows: a process adds up its
+        micro-batches, then the processes add up their gradients. Returns the step's metrics."""
+        scale = learning_rate_scale(self.state.step - 1, self.total_steps, self.state.halvings)
+        self.optimizers["policy"].param_groups[0]["lr"] = LEARNING_RATE * scale
+        started = time.perf_counter()
+        sums = Counter()
+        all_rows = torch.arange(len(batch.rows))
+        for micro in progress(micro_batches(self.actor, batch, all_rows)[rank::world_size], "micro-batches"):
+            logprobs, entropy = logprobs_and_entropy(self.actor, batch, micro)
+            mask = batch.mask[micro, : logprobs.shape[1]].to(self.device)
+            weights = batch.weights[micro].to(self.device)
 
-    # ------------------------------------------------------------ rounds
+            loss = rce_loss(logprobs, mask, weights) / len(batch.prompt_weights)  # add a term here
+            loss.backward()
 
-    def plan_steps(self):
-        """Sets the step at which this round ends, and the run's last step if later rounds train on as many
-        prompts. Both follow from the state and constants, so a resumed run plans the same."""
-        steps = NUM_EPOCHS * math.ceil(self.state.to_train / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
-        rounds_left = max(0, self.rounds - self.state.round + 1)
-        self.round_end = self.state.round_start + steps
-        self.run.total_steps = min(self.state.round_start + rounds_left * steps, MAX_STEPS or math.inf)
-
-    def split(self):
-        """Holds back VALIDATION_FRACTION of the first round's prompts, to validate. It chooses by the
-        prompt's text, so equal prompts fall on one side."""
-        groups = read_candidates(candidates_path(1), self.rows, math.inf)  # inf: its ids were checked before
-        prompts, _ = zip(*groups)
-        texts = list(dict.fromkeys(map(as_text, column(prompts, "prompt"))))
-        order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(SEED)).tolist()
-        self.held_back = set()
-        for i in order[: int(VALIDATION_FRACTION * len(texts))]:
-            self.held_back.add(texts[i])
-        self.validation = []
-        for row, candidates in groups:
-            candidates = usable(candidates)
-            if candidates and self.is_held_back(row):
-                self.validation.append((row, candidates))
-
-    def is_held_back(self, row):
-        return as_text(row["prompt"]) in self.held_back
+            sums["policy_loss"] += loss.detach()
+            sums["entropy"] += (mask * entropy).sum() / batch.mask.sum()
+        metrics = clip_and_step(self.optimizers, sums, self.run)
+        self.seconds.update(update=time.perf_counter() - started)
+        return {**metrics, "learning_rate": LEARNING_RATE * scale}
 
     # ------------------------------------------------------------ mining
 
-    def mine(self, path):
-        """Mines this round's prompts into the file `path`, or checks that the file was mined with the same
-        constants. Returns False if a signal stopped it."""
-        facts = mining_facts()
-        if self.state.round > 1:  # its prompts depend on which ones are held back
-            facts = mining_facts(VALIDATION_FRACTION=VALIDATION_FRACTION)
-        if path.exists():
-            mined_with = read_parquet(path)[1]
-            keys = facts.keys() - {"BATCH_SIZE"}  # it only cuts an unfinished file into parts
-            if mined_with:  # else the file is not this program's
-                check_facts(path, mined_with, facts, keys, "start afresh with RESUME=no")
-            return True
-        rows = self.round_rows()
-        with full_parameters(self.actor, self.reward_model):
-            return mine_in_chunks(
-                self.run, path, rows, BATCH_SIZE, facts, self.mine_chunk, read_parquet, write_parquet
-            )
-
-    def round_rows(self):
-        """Returns the prompts that this round mines: the first MINE_PROMPTS of a permutation. Later rounds go
-        on in it, without the prompts held back."""
-        rows = list(self.rows.values())
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED)).tolist()
-        rows = [rows[i] for i in order]
-        first_round = rows[:MINE_PROMPTS]
-        if CANDIDATES:  # they may be of other prompts: those come first
-            given = {row["id"] for row, _ in read_candidates(candidates_path(1), self.rows, math.inf)}
-            rows.sort(key=lambda row: row["id"] not in given)
-            first_round = rows[: len(given)]
-        if self.state.round == 1:
-            return first_round
-        self.split()
-        # The first `count` of the rows that are not held back were mined in the first round
-        count = len(first_round) - sum(map(self.is_held_back, first_round))
-        rows = list(itertools.filterfalse(self.is_held_back, rows))
-        start = (self.state.round - 1) * count
-        return list(itertools.islice(itertools.cycle(rows), start, start + min(count, len(rows))))
-
     @torch.no_grad()
-    def mine_chunk(self, rows):
-        """Proposes candidates for some prompts, scores them by the cheap signal and verifies some of them.
-        Returns their records, prompt after prompt."""
-        groups = self.propose(rows)
-        candidates = list(itertools.chain(*groups))
-        for candidate, logprob in zip(candidates, self.sequence_logprobs(candidates)):
+    def mine(self, path):
+        """Writes the candidates of this round into the file `path`, and returns True; False if a signal stops
+        it. Each BATCH_SIZE prompts have a file of their own until all are mined: a killed run goes on."""
+        if STAGE == "train" or path == Path(CANDIDATES or "") or self.state.step > self.state.round_start:
+            raise UserError(f"there is no file {path}: run STAGE=mine first, or correct CANDIDATES")
+        # The next MINE_PROMPTS of a random order. Prompts held back are of use in the first round only
+        order = torch.randperm(len(self.train_rows), generator=torch.Generator().manual_seed(SEED))
+        count = min(MINE_PROMPTS or len(order), len(order))
+        rows = [self.train_rows[i] for i in order.roll(-count * (self.state.round - 1))[:count]]
+        rows = [row for row in rows if self.state.round == 1 or not is_held_back(row)]
+        files = []
+        for first in range(0, len(rows), BATCH_SIZE):
+            files.append(path.with_suffix(".parts") / f"{first:08d}_{BATCH_SIZE}.parquet")
+            if all_gather(files[-1].exists())[0]:
+                continue
+            self.seed_step(first + 1)
+            candidates = self.mine_prompts(rows[first : first + BATCH_SIZE])
+            if rank == 0:
+                write_parquet(candidates, files[-1])
+            self.run.log(f"Round {self.state.round}: mined {first + BATCH_SIZE} of {len(rows)} prompts")
+            if self.is_over():
+                return False
+        if rank == 0:
+            mined = [pyarrow.parquet.read_table(file).to_pylist() for file in files]
+            write_parquet(list(chain(*mined)), path)
+            shutil.rmtree(path.with_suffix(".parts"))
+        all_gather(None)  # wait for the file
+        return True
+
+    def mine_prompts(self, rows):
+        """Proposes candidates for some prompts, scores them by the cheap signal, and verifies some of them.
+        Every process draws the numbers for all prompts, and takes its share of them. Returns the candidates
+        of all processes, prompt after prompt."""
+        uniform = torch.rand(len(rows), GROUP_SIZE, MAX_NEW_TOKENS, generator=self.generator)
+        groups = self.propose(share(rows), share(uniform))
+        candidates = list(chain(*groups))
+        logprobs = all_logprobs(self.actor, make_batch(candidates)).double().sum(1)
+        for candidate, logprob in zip(candidates, logprobs.tolist()):
             candidate["logprob"] = logprob
-            if not math.isfinite(logprob):
-                raise UserError(
-                    f"ACTOR_MODEL = {ACTOR_MODEL!r} gives a response the log-probability {logprob}"
-                )
         self.score_gold(candidates)
-        for row, group in zip(rows, groups):
-            self.choose_verified(row, group)
-        chosen = [c for c in candidates if c["eval_mode"] == "verified"]
-        self.verify(chosen)
-        if all(c["eval_failed"] for c in chosen):
-            why = chosen[-1]["eval_error"]
-            raise UserError(f"the reward failed for every one of {len(chosen)} candidates: {why}")
+        self.verify(list(chain(*map(choose_verified, groups))))
         # Right beside wrong candidates teach the most: verify all of a prompt where either is missing
-        unverified = []
         for group in groups:
             if not {0, 1} <= set(column(group, "hard")):
-                unverified += [c for c in group if c["eval_mode"] == "cheap"]
-        self.verify(unverified)
-        return candidates
+                self.verify([c for c in group if c["eval_mode"] == "cheap"])
+        errors = [c["eval_error"] for c in candidates if c["eval_failed"]]
+        if errors:
+            self.run.log(f"WARNING: the reward failed for {len(errors)} candidates: {errors[0]}")
+        if errors and set(column(candidates, "hard")) == {None}:
+            raise UserError(f"the reward failed for all candidates: {errors[0]}")
+        for candidate in candidates:
+            del candidate["row"]
+        return list(chain(*all_gather(candidates)))
 
-    def propose(self, rows):
-        """Returns the candidates of each prompt, one list per prompt. Proposals of equal token ids are one
-        candidate that lists its sources."""
-        eos = self.eos_ids.tolist()
-        prompts = column(rows, "ids")
-        proposals = []  # (the prompt's index, token ids with EOS, source, temperature)
-        if GREEDY:
-            batch = respond(self.actor, self.tokenizer, prompts, None)
-            check_sampler(self.actor, batch)
-            for i, ids in enumerate(batch.columns["response_ids"]):
-                proposals.append((i, ids, "greedy", None))
-        if BEAMS:
-            for i, ids in enumerate(beam_search(self.actor, prompts, eos, self.pad_id)):
-                proposals.append((i // BEAMS, ids, "beam", None))
-        for k, temperature in enumerate(SAMPLE_TEMPERATURES):
-            # GROUP_SIZE is dealt out in turn
-            count, left = divmod(GROUP_SIZE, len(SAMPLE_TEMPERATURES))
-            count += k < left
-            if count == 0:
-                continue
-            uniform = torch.empty(len(rows), count, MAX_NEW_TOKENS)
-            for row, numbers in zip(rows, uniform):
-                numbers.uniform_(generator=self.prompt_generator(row, f"sample {k}"))
-            uniform = uniform.flatten(0, 1)
-            batch = respond(self.actor, self.tokenizer, prompts, uniform, count, temperature)
-            for i, ids in enumerate(batch.columns["response_ids"]):
-                proposals.append((i // count, ids, "sample", float(temperature)))
-        if INCLUDE_REFERENCE:
-            for i, row in enumerate(rows):
-                for ids in solutions(self.tokenizer, row):
-                    proposals.append((i, ids, "reference", None))
+    def propose(self, rows, uniform):
+        """Returns the candidates of each prompt, one list per prompt. Equal ones are merged and list their
+        sources. uniform (rows, GROUP_SIZE, MAX_NEW_TOKENS) decides the samples."""
+        greedy = self.respond(rows, None)
+        difference = (all_logprobs(self.actor, greedy) - greedy.logprobs).sum(1).abs() / greedy.lengths
+        if not difference.sum() <= len(rows) * {"float32": 1e-3, "bfloat16": 0.05}[DTYPE]:  # or it is NaN
+            raise UserError(f"scoring and sampling differ: |log ratio| is {difference.mean():.2g} per token")
+        proposals = [(i, ids, "greedy", None) for i, ids in enumerate(greedy.response_ids)]
+        for i, ids in enumerate(beam_search(self.actor, column(rows, "ids"), self.end_ids)):
+            proposals.append((i // BEAMS, ids, "beam", None))
+        # Each sample of a prompt has its temperature: all are drawn in one go
+        temperatures = list(islice(cycle(map(float, SAMPLE_TEMPERATURES)), GROUP_SIZE)) * len(rows)
+        repeated = [row for row in rows for _ in range(GROUP_SIZE)]
+        samples = self.respond(repeated, uniform.flatten(0, 1), temperatures)
+        for i, ids in enumerate(samples.response_ids):
+            proposals.append((i // GROUP_SIZE, ids, "sample", temperatures[i]))
+        for i, row in enumerate(rows):
+            if INCLUDE_REFERENCE and isinstance(row["answer"], str):
+                ids = self.tokenizer(row["answer"], add_special_tokens=False)["input_ids"]
+                if len(ids) < MAX_NEW_TOKENS:
+                    proposals.append((i, [*ids, self.tokenizer.eos_token_id], "reference", None))
 
-        groups = defaultdict(dict)  # {index of the prompt: {token ids: candidate}}
+        groups = [{} for _ in rows]  # {token ids: candidate} of each prompt
         for i, ids, source, temperature in proposals:
-            key = tuple(ids)
-            if key not in groups[i]:
-                new = {"prompt_id": rows[i]["id"], "prompt": as_text(rows[i]["prompt"]), "token_ids": ids}
-                new |= {"source": [], "temperature": []}
-                new["text"] = self.tokenizer.decode(ids, skip_special_tokens=True)
-                new["truncated"] = ids[-1] not in eos
-                groups[i][key] = new
-            groups[i][key]["source"].append(source)
-            groups[i][key]["temperature"].append(temperature)
-        return [list(groups[i].values()) for i in range(len(rows))]
-
-    def prompt_generator(self, row, use):
-        """Returns a random generator for one use of one prompt in one round. It does not depend on what was
-        drawn before."""
-        seed = f"{SEED} {self.state.round} {row['id']} {use}"
-        digest = hashlib.sha256(seed.encode()).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-
-    def token_logprobs(self, prompts, responses):
-        """Returns log-probabilities of the responses' tokens under the policy, (rows, R), by the full
-        distribution, 0 after each response's end."""
-        return batch_logprobs(self.actor, make_batch(prompts, responses, self.device), full_logprobs).cpu()
-
-    def sequence_logprobs(self, candidates):
-        """Returns the log-probability of each candidate, a list of numbers."""
-        prompts = column(self.rows_of(candidates), "ids")
-        return self.token_logprobs(prompts, column(candidates, "token_ids")).double().sum(1).tolist()
-
-    def rows_of(self, candidates):
-        """Returns the row of the prompt of each candidate."""
-        return [self.rows[candidate["prompt_id"]] for candidate in candidates]
-
-    def choose_verified(self, row, group):
-        """Marks the candidates that the reward will score: the best VERIFY_TOP by the cheap signal,
-        VERIFY_RANDOM of the others, and the greedy response."""
-        if group[0][CHEAP_SIGNAL] is None:
-            raise UserError(
-                "CHEAP_SIGNAL = 'gt_prob' needs gold answers: name their column in TRAIN_DATASETS "
-                '("output"), or set CHEAP_SIGNAL to "logprob"'
-            )
-        ranked = sorted(range(len(group)), key=lambda i: -group[i][CHEAP_SIGNAL])  # ties stay as proposed
-        top = VERIFY_TOP or len(ranked)
-        others = ranked[top:]
-        order = torch.randperm(len(others), generator=self.prompt_generator(row, "verify")).tolist()
-        chosen = set(ranked[:top])
-        for i in order[:VERIFY_RANDOM]:
-            chosen.add(others[i])
-        for i, candidate in enumerate(group):
-            is_chosen = i in chosen or "greedy" in candidate["source"]
-            candidate["eval_mode"] = "verified" if is_chosen else "cheap"
-            candidate.update(eval_failed=False, eval_error=None, hard=None, soft=None)
-
-    def verify(self, candidates):
-        """Scores candidates with the reward, many in a call. If that raises, they are scored one by one, also
-        by a reward that compares responses, and those that raise are marked as failed."""
-        if not candidates:
-            return
-        try:
-            scored = list(zip(candidates, self.reward_parts_of(candidates)))
-        except Exception as failure:  # a reward function may raise anything
-            fault = f"scoring {len(candidates)} candidates at once failed ({first_line(failure)})"
-            self.run.log(f"WARNING: {fault}: now one by one")
-            scored = []
-            for candidate in candidates:
-                try:
-                    scored.append((candidate, self.reward_parts_of([candidate])[0]))
-                except Exception as error:
-                    why = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-                    candidate |= {"eval_failed": True, "eval_mode": "failed", "eval_error": why}
-        for candidate, reward_parts in scored:
-            take_reward_parts(candidate, reward_parts)
-
-    def reward_parts_of(self, candidates):
-        """Returns {part of the reward: value} of each candidate."""
-        batch = SimpleNamespace(rows=self.rows_of(candidates), responses=column(candidates, "text"))
-        batch.columns = {"response_ids": column(candidates, "token_ids")}
-        _, reward_parts = self.score_responses(batch)
-        parts_of_each = [{} for _ in candidates]
-        for name, values in reward_parts.items():
-            for candidate_parts, value in zip(parts_of_each, values.tolist()):
-                candidate_parts[name] = value
-        return parts_of_each
-
-    # ------------------------------------------------------------ gt_prob
+            new = dict(row=rows[i], prompt_id=rows[i]["id"], prompt=prompt_text(rows[i]), token_ids=ids)
+            new["truncated"] = ids[-1] not in self.end_ids
+            new["text"] = self.tokenizer.decode(ids if new["truncated"] else ids[:-1])
+            new |= dict(source=[], temperature=[], eval_mode="cheap", eval_failed=False, eval_error=None)
+            new |= dict(hard=None, soft=None)
+            candidate = groups[i].setdefault(tuple(ids), new)
+            candidate["source"].append(source)
+            candidate["temperature"].append(temperature)
+        return [list(group.values()) for group in groups]
 
     def score_gold(self, candidates):
-        """Sets gt_prob of each candidate; None if the row has no gold answer."""
-        prompts, responses = [], []  # one of each for every pair of candidate and gold answer
-        golds_of = []  # of each candidate: how many tokens its working has, its gold answers
-        for candidate, row in zip(candidates, self.rows_of(candidates)):
-            working, golds = gold_after_working(self.tokenizer, row, candidate["token_ids"])
-            golds_of.append((len(working), golds))
-            for ids, _ in golds:
-                prompts.append(row["ids"])
-                responses.append(working + ids)
-        longest = max((len(p) + len(r) for p, r in zip(prompts, responses)), default=0)
-        if longest > max_positions(self.actor):
-            fault = f"reads at most {max_positions(self.actor)} tokens, but a prompt, its response and a gold"
-            hint = "lower MAX_PROMPT_TOKENS or MAX_NEW_TOKENS"
-            raise UserError(f"ACTOR_MODEL {fault} answer have {longest}: {hint}")
-        logprobs = iter(())  # of each response: its tokens'
-        if prompts:
-            logprobs = iter(self.token_logprobs(prompts, responses).double())
-        for candidate, (start, golds) in zip(candidates, golds_of):
-            candidate["gt_prob"] = None
-            if golds:
-                gold_ids, weights = zip(*golds)
-                gold_logprobs = [next(logprobs)[start : start + len(ids)].sum().item() for ids in gold_ids]
-                candidate["gt_prob"] = gold_probability(gold_logprobs, weights)
+        """Sets gt_prob of each candidate, None if its row has no answer."""
+        texts = {}  # the distinct workings, each with a gold answer, as make_batch() takes them
+        for candidate in candidates:
+            row = candidate["row"]
+            candidate["gt_prob"] = None if row["answer"] is None else 0.0
+            working, golds = gold_after_working(self.tokenizer, row["answer"] or [], candidate["text"])
+            for gold in golds:
+                text = {"row": row, "token_ids": working + gold, "start": len(working), "candidates": []}
+                text = texts.setdefault((row["id"], *working, *gold), text)
+                text["candidates"].append(candidate)
+        logprobs = all_logprobs(self.actor, make_batch(list(texts.values())))
+        for text, text_logprobs in zip(texts.values(), logprobs):
+            for candidate in text["candidates"]:
+                candidate["gt_prob"] += gold_probability(text_logprobs, text["start"])
+
+    def verify(self, candidates):
+        """Sets the rewards of candidates: hard, soft, and reward/NAME of each part. All are scored in one
+        call. If that raises, they are scored one by one, and those that raise are marked as failed."""
+        try:
+            batch = SimpleNamespace(rows=column(candidates, "row"), texts=column(candidates, "text"))
+            batch.response_ids = column(candidates, "token_ids")
+            self.score_responses(batch)
+            for i, candidate in enumerate(candidates):
+                parts = {name: values[i].item() for name, values in self.reward_parts.items()}
+                hard, soft = parts[HARD_REWARD], parts[SOFT_REWARD]
+                if hard not in (0, 1) or not 0 <= soft <= 1:
+                    raise UserError(f"HARD_REWARD gives 0 or 1, SOFT_REWARD 0 to 1, not {hard} and {soft}")
+                candidate |= {"hard": hard, "soft": soft, "eval_mode": "verified"}
+                candidate |= {f"reward/{name}": value for name, value in parts.items()}
+        except Exception as error:  # a reward function may raise anything
+            text = f"{type(error).__name__}: {first_line(error)}"
+            for candidate in candidates:
+                if len(candidates) > 1:
+                    self.verify([candidate])
+                else:
+                    candidate |= {"eval_mode": "failed", "eval_failed": True, "eval_error": text}
 
     # ------------------------------------------------------------ rewards
 
-    def score_responses(self, batch):
-        """Calls compute_rewards() with at most BATCH_SIZE * GROUP_SIZE responses at a time. Returns the
-        scores, (rows,), and the reward's parts, {name: (rows,)}."""
-        with full_parameters(self.reward_model):
-            scores, reward_parts = score_over_ranks(self, "compute_rewards", self.compute_rewards, batch)
-        return scores.to(self.device), reward_parts
+    # differs: each row may have its temperature; no entropies
+    def respond(self, rows, uniform, temperatures=None):
+        """Samples a response to each row of the data; uniform (rows, MAX_NEW_TOKENS) decides the tokens, None
+        takes the likeliest; temperatures (rows,) are TEMPERATURE if None. Returns a batch on the CPU: rows,
+        texts, response_ids (lists); truncated, lengths (rows,); ids, logprobs, mask (1: a token that the
+        policy sampled) (rows, R)."""
+        batch = SimpleNamespace(rows=rows)
+        batch.ids = torch.full((len(rows), MAX_NEW_TOKENS), self.end_ids[0])
+        batch.logprobs = torch.zeros(batch.ids.shape)
+        temperatures = torch.tensor(temperatures or [TEMPERATURE] * len(rows), device=self.device)
+        for first in range(0, len(rows), BATCH_SIZE * GROUP_SIZE):
+            part = slice(first, first + BATCH_SIZE * GROUP_SIZE)
+            numbers = None if uniform is None else uniform[part].to(self.device)
+            with autocast(self.device):  # around all tokens, so that the weights are cast once
+                prompts = column(rows[part], "ids")
+                sampled = generate(self.actor, prompts, numbers, self.end_ids, temperatures[part])
+            batch.ids[part], batch.logprobs[part] = sampled
+        is_end = torch.isin(batch.ids, torch.tensor(self.end_ids)).long()
+        batch.mask = (is_end.cumsum(1) == is_end).float()  # up to the first end, which is included
+        batch.logprobs *= batch.mask
+        batch.truncated = (is_end * batch.mask).sum(1) == 0
+        batch.lengths = batch.mask.sum(1).long()
+        batch.response_ids = [ids[:length] for ids, length in zip(batch.ids.tolist(), batch.lengths.tolist())]
+        pairs = zip(batch.response_ids, batch.truncated)  # special tokens but the end stay for the rewards
+        batch.texts = [self.tokenizer.decode(ids if is_cut else ids[:-1]) for ids, is_cut in pairs]
+        return batch
 
+    # differs: no penalty of long responses
+    def score_responses(self, batch):
+        """Adds the scores of the responses, (rows,), and parts: the scores and what they consist of."""
+        self.reward_parts = {}
+        *texts, columns = reward_arguments(batch)
+        batch.scores = self.compute_rewards(*texts, **columns)
+        batch.parts = torch.stack([batch.scores, *map(torch.as_tensor, self.reward_parts.values())], 1)
+
+    # differs: no reward model
     def compute_rewards(self, prompts, responses, answers, **columns):
-        """Returns the score of each response, (rows,). Edit or override it freely. columns: what reward
-        functions may take by name. self.reward_parts must get the parts that HARD_REWARD and SOFT_REWARD
-        name."""
+        """Returns the score of each response, (rows,). Edit or override freely. columns: response_ids, and
+        the columns of the data. What you put into self.reward_parts is logged as reward/<name>."""
         total = torch.zeros(len(responses))
-        if self.reward_model:
-            self.reward_parts["reward_model"] = self.reward_model_score(prompts, responses).cpu()
-            total += REWARD_MODEL_WEIGHT * self.reward_parts["reward_model"]
-        for name, function, weight in self.reward_functions:
-            self.reward_parts[name] = call_reward(name, function, prompts, responses, answers, columns)
-            total += weight * self.reward_parts[name]
+        for function, weight in self.reward_functions:
+            values = torch.tensor(call_reward(function, prompts, responses, answers, columns))
+            self.reward_parts[getattr(function, "__name__", type(function).__name__)] = values
+            total += weight * values
         return total
 
-    def reward_model_score(self, prompts, responses):
-        """Returns the reward model's score of each response, (rows,); given two texts instead of two lists,
-        one number."""
-        if isinstance(prompts, str):
-            return self.reward_model_score([prompts], [responses])[0]
-        return reward_model_scores(self.reward_model, self.reward_tokenizer, prompts, responses)
+    # ------------------------------------------------------------ evaluation, logs, checkpoints
 
-    # ------------------------------------------------------------ evaluation and what is logged
-
-    def measure(self):
-        """Returns what an evaluation logs: validate(), evaluate() and how many responses were proposed so
-        far; {} if there is nothing to evaluate."""
-        metrics = {**self.validate(), **self.evaluate()}
-        if metrics:
-            metrics["responses"] = self.state.responses
-        return metrics
-
+    @torch.no_grad()
     def validate(self):
-        """Returns how often the policy's pick is right on the prompts held back: its likeliest verified
-        candidate, not its greedy response as in check_up(). It calls no reward function."""
-        if not self.validation:
+        """Returns how often the policy's pick, its likeliest verified candidate, is right on the prompts that
+        are held back. It calls no reward function."""
+        if not self.validation_groups:
             return {}
-        candidates = list(itertools.chain(*(group for _, group in self.validation)))
-        scores = np.array(self.sequence_logprobs(candidates))
-        if LENGTH_NORMALISE:
-            scores /= list(map(len, column(candidates, "token_ids")))
-        right = []
-        for _, group in self.validation:
-            pick = scores[: len(group)].argmax()
-            right.append(group[pick]["hard"])
-            scores = scores[len(group) :]
-        return {"pick_accuracy": sum(right) / len(right)}
+        groups = share(self.validation_groups)
+        logprobs = all_logprobs(self.actor, make_batch(list(chain(*groups)))).double().sum(1)
+        hard = []
+        for group, group_logprobs in zip(groups, logprobs.split(list(map(len, groups)))):
+            hard.append(group[group_logprobs.argmax()]["hard"])
+        return {"pick_accuracy": np.mean(list(chain(*all_gather(hard)))).item()}
 
-    def evaluate(self, prompts=None, answers=None, rows=None):
-        """Returns metrics of greedy and sampled responses to prompts (texts or chats), or to rows (those of
-        load_prompts()), or to the held-out rows. Override it to add metrics of yours to its own. Log rows of
-        another data set by run.write_metrics(): log_evaluation() would let best/ and patience follow them."""
-        if rows is None:
-            rows = self.eval_rows
+    def evaluate(self, prompts=None, answers=None):
+        """Returns metrics of greedy and sampled responses to held-out prompts, or to `prompts` of yours."""
+        rows = self.eval_rows
         if prompts is not None:
-            rows = encode_texts(self, prompts, answers, "evaluate")
+            answers = answers or [None] * len(prompts)
+            rows = [make_row(self.tokenizer, *pair) for pair in zip(prompts, answers)]
         if not rows:
             return {}
-        with self.run.timed("evaluate"):
-            greedy, batch = self.respond_to(rows, EVAL_SAMPLES)
-            metrics = {}
-            if None not in column(rows, "answer"):
-                correct = self.accuracy(batch).view(-1, EVAL_SAMPLES)
-                metrics["accuracy_greedy"] = self.accuracy(greedy).mean().item()
-                metrics["accuracy_sampled"] = metrics["pass@1"] = correct.mean().item()
-                metrics[f"pass@{EVAL_SAMPLES}"] = correct.amax(1).mean().item()
-            scores, reward_parts = self.score_responses(batch)
-        return {**metrics, **response_metrics(batch, scores, reward_parts)}
-
-    def respond_to(self, rows, num_samples):
-        """Returns two batches: a greedy response to each row, and num_samples sampled ones. These have a
-        random generator of their own, so that evaluating never changes the training."""
-        ids = [row["ids"] for row in rows]
         generator = torch.Generator().manual_seed(SEED + 1)
-        uniform = torch.rand(len(rows) * num_samples, MAX_NEW_TOKENS, generator=generator)
-        greedy = respond(self.actor, self.tokenizer, ids, None)
-        sampled = respond(self.actor, self.tokenizer, ids, uniform, num_samples)
-        greedy.rows = rows
-        sampled.rows = repeat_each(rows, num_samples)
-        return greedy, sampled
+        uniform = torch.rand(len(rows), EVAL_SAMPLES, MAX_NEW_TOKENS, generator=generator)
+        repeated = [row for row in share(rows) for _ in range(EVAL_SAMPLES)]
+        sampled = self.respond(repeated, share(uniform).flatten(0, 1))
+        metrics = {}
+        if None not in column(rows, "answer"):
+            correct = self.correct(sampled).view(-1, EVAL_SAMPLES)
+            metrics["accuracy_greedy"] = self.correct(self.respond(share(rows), None)).mean().item()
+            metrics["accuracy_sampled"] = correct.mean().item()
+            metrics[f"pass@{EVAL_SAMPLES}"] = correct.amax(1).mean().item()
+        self.score_responses(sampled)
+        return metrics | self.response_metrics(join(all_gather(sampled)))
 
-    def accuracy(self, batch):
-        """Returns whether each response of a batch is correct, (rows,), in float64."""
-        return score_over_ranks(self, "ACCURACY_FUNCTION", self.accuracy_function, batch)[0].double()
+    def correct(self, batch):
+        """Returns ACCURACY_FUNCTION of the responses of all processes, (rows,)."""
+        values = call_reward(self.accuracy_function, *reward_arguments(batch))
+        return torch.tensor(list(chain(*all_gather(values))))
 
     def generate_response(self, prompt, greedy=True):
-        """Returns one response to a prompt, a text or a chat; greedy=False samples with the global
-        generator."""
-        rows = encode_texts(self, [prompt], None, "generate_response")
-        if not rows:
-            raise UserError(f"the prompt is longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
+        """Returns one response to a prompt, a text or a chat."""
         uniform = None if greedy else torch.rand(1, MAX_NEW_TOKENS)
-        return respond(self.actor, self.tokenizer, [rows[0]["ids"]], uniform).responses[0]
+        return self.respond([make_row(self.tokenizer, prompt)], uniform).texts[0]
 
     def record(self, batch, metrics):
-        """Logs the step's metrics, a few of its candidates and its line on the terminal."""
-        lengths = batch.response_lengths.float()
-        row_rewards = torch.tensor(batch.rewards)
+        """Logs the step's metrics, some of its candidates, and its line on the terminal."""
+        step = self.state.step
         metrics = {
-            "epoch": self.state.epoch,
+            "epoch": self.epoch,
             "round": self.state.round,
             **metrics,
-            **batch.facts,
-            "reward": row_rewards.mean().item(),
-            "weighted_reward": (batch.weights.cpu() * row_rewards).sum().item() / batch.num_prompts,
-            "candidates": len(batch.rows),
-            "response_length": lengths.mean().item(),
+            "tau": batch.tau,
+            "effective_candidates": np.mean([entr(w).sum().exp() for w in batch.prompt_weights]).item(),
+            "weight_on_best": np.mean([w.max() for w in batch.prompt_weights]).item(),
+            "reward": batch.rewards.mean().item(),
+            "weighted_reward": (batch.weights * batch.rewards).sum().item() / len(batch.prompt_weights),
+            "response_length": batch.mask.sum(1).mean().item(),
+            **{f"seconds/{name}": seconds for name, seconds in self.seconds.items()},
         }
-        samples = []
+        self.run.write("metrics.jsonl", phase="train", step=step, **metrics)
         for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
             row, candidate = batch.rows[i], batch.candidates[i]
-            sample = {"id": row["id"], "prompt": as_text(row["prompt"]), "response": candidate["text"]}
-            sample["answer"] = row["answer"]
-            sample |= {key: candidate.get(key) for key in ("source", "hard", "soft", "gt_prob")}
-            sample |= {"reward": batch.rewards[i], "weight": batch.weights[i].item()}
-            samples.append(sample)
-        line = (
-            f"Epoch {self.state.epoch}/{NUM_EPOCHS * self.rounds}: PL:{metrics['policy_loss']:.4f} "
-            f"R:{metrics['weighted_reward']:.2f} N:{metrics['effective_candidates']:.1f} "
-            f"E:{metrics['entropy']:.3f} LR:{metrics['learning_rate']:.2e}"
-        )
-        self.run.log_step(metrics, lengths.sum().item(), samples, line)
+            sample = {name: row[name] for name in ("id", "prompt", "answer")}
+            sample |= {name: candidate.get(name) for name in ("source", "hard", "soft", "gt_prob")}
+            sample |= {
+                "response": candidate.get("text"),
+                "reward": batch.rewards[i].item(),
+                "weight": batch.weights[i].item(),
+            }
+            self.run.write("samples.jsonl", step=step, **sample)
+        line = "Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} R:{weighted_reward:.2f} "
+        line += "N:{effective_candidates:.1f} E:{entropy:.3f} LR:{learning_rate:.2e}"
+        time_left = timedelta(seconds=round(sum(self.seconds.values()) * (self.total_steps - step)))
+        line += f"  step {step}/{self.total_steps}, {time_left} left"
+        self.run.log(line.format(epochs=NUM_EPOCHS * self.rounds, **metrics))
+
+    def response_metrics(self, batch):
+        """Returns means over responses."""
+        names = ["reward", *(f"reward/{name}" for name in self.reward_parts)]
+        metrics = dict(zip(names, batch.parts.mean(0).tolist()))
+        metrics["response_length"] = batch.mask.sum(1).mean().item()
+        metrics["truncated_fraction"] = batch.truncated.float().mean().item()
+        return metrics
+
+    # differs: best/ and patience follow pick_accuracy
+    def log_evaluation(self, metrics):
+        """Logs what evaluate() returned. The policy with the highest pick_accuracy, or without held-back
+        prompts the highest reward, is kept in best/."""
+        state = self.state
+        state.evaluation = metrics
+        if not metrics:
+            return
+        self.run.write("metrics.jsonl", phase="eval", step=state.step, **metrics)
+        texts = [f"{name} {x:.3f}" for name, x in metrics.items()]
+        self.run.log(f"step {state.step}, held out: " + "  ".join(texts))
+        score = metrics.get("pick_accuracy", metrics.get("reward"))
+        gain = score - state.best_score
+        state.evaluations_without_gain += 1
+        if gain > EARLY_STOPPING_THRESHOLD:
+            state.evaluations_without_gain = 0
+        elif state.evaluations_without_gain % 2 == 0:
+            state.halvings += 1
+        if gain > 0:
+            state.best_score = score
+            self.save_best()
+
+    def save_best(self):
+        """Writes best/policy/, with an adapter merged into the weights, so that it loads without PEFT."""
+        if rank > 0:
+            return
+        policy = deepcopy(self.actor).merge_and_unload() if LORA_RANK else self.actor
+        with atomic_folder(self.run.folder / "best/policy") as folder:
+            policy.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+
+    def save(self):
+        """Writes step_N/ if it is not there yet, removes old checkpoints and draws the plots."""
+        folder = self.run.folder / f"step_{self.state.step}"
+        self.run.checkpoint = folder  # a second train() goes on
+        if rank > 0 or folder.exists():
+            return
+        self.run.log(f"Saving {folder}")
+        self.state.log_sizes = {name: file.tell() for name, file in self.run.logs.items()}
+        with atomic_folder(folder) as tmp:
+            for name, model in self.models.items():
+                model.save_pretrained(tmp / name)
+            self.tokenizer.save_pretrained(tmp / "policy")
+            optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
+            torch.save({"state": vars(self.state), "optimizers": optimizers}, tmp / "training_state.pt")
+        for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
+            shutil.rmtree(old)
+        draw_grid(self.run.folder, "training_metrics_detailed.png")
+        draw_grid(self.run.folder, f"{Path(__file__).stem}_metrics_with_entropy.png", PANELS)
+
+    def load_state(self, folder):
+        """Restores state and optimizers; load_models() took the weights from the same folder."""
+        saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(saved["optimizers"][name])
+        vars(self.state).update(saved["state"])
 
 
-# ================ machinery: models, data, sampling, files, processes. The algorithm ends here
-# Edit it freely in a copy of your own. In the repository tools/copies.py keeps definitions of one name equal
-# in all trainers; "# differs" marks one that is different on purpose, and says why.
-
-# ---------------------------------------------------------------- loading models
+# ================================================================ models
 
 
-def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.float32):
-    """Returns the model of a folder or hub name, in evaluation mode. Missing or unexpected weights are an
-    error. With new_head it gets a head for one label. Weights of the head that the checkpoint lacks, or has
-    in another shape, start at zero; those that fit are kept."""
-    if (Path(path) / "adapter_config.json").exists():
-        hint = "to resume its run set the LORA_RANK it had; as a model take its run's best/policy"
-        raise UserError(f"{constant} = {str(path)!r} is a LoRA adapter: {hint}")
-    config = load_pretrained(AutoConfig, path, constant)
-    for part in (config, config.get_text_config()):
-        for name, value in list(vars(part).items()):
-            # Layers that recompute their activations run in training mode, so dropout must be 0 in the config
-            if "drop" in name and type(value) is float:
-                setattr(part, name, 0.0)
-    if new_head:
-        config.num_labels = 1
-    options = {"config": config, "dtype": dtype, "output_loading_info": True}
-    options["ignore_mismatched_sizes"] = new_head
-    model, info = load_pretrained(auto_class, path, constant, **options)
-    missing = set(info["missing_keys"]) | {key[0] for key in info["mismatched_keys"]}
-    if new_head:  # the head may be missing or another one: only the body must be complete
-        bad_keys = {key for key in missing if key.startswith(model.base_model_prefix + ".")}
+def load_model(auto_class, path):
+    """Returns a frozen model in evaluation mode, in which it stays. Missing weights are an error."""
+    options = {"output_loading_info": True, "dtype": torch.float32, "attn_implementation": ATTENTION}
+    model, info = auto_class.from_pretrained(path, **options)
+    missing = info["missing_keys"] | {key[0] for key in info["mismatched_keys"]}
+    if missing:
+        raise UserError(f"the model {path} lacks the weights {', '.join(sorted(missing))}")
+    for parameter in model.parameters():
+        # Weights that are mapped from a file may be unaligned, which changes a product's last bit
+        parameter.data = parameter.data.clone()
+    return model.requires_grad_(False).eval()
+
+
+def load_trained(auto_class, path, saved):
+    """Returns a model to train, from the folder `saved` of a checkpoint or else path, with LoRA's adapter."""
+    if LORA_RANK == 0:
+        model = load_model(auto_class, saved or path).requires_grad_(True)
     else:
-        bad_keys = missing | set(info["unexpected_keys"])
-    if bad_keys:
-        names = ", ".join(sorted(bad_keys))
-        raise UserError(f"{constant} = {str(path)!r}: missing or unexpected weights {names}")
-    for name, parameter in model.named_parameters():
-        if name in missing:
-            parameter.data = torch.zeros_like(parameter)
+        import peft  # slow
+
+        model = load_model(auto_class, path)
+        if saved:
+            model = peft.PeftModel.from_pretrained(model, saved, is_trainable=True)
         else:
-            # Weights that are memory-mapped from a file may be unaligned, which changes a product's last bit
-            parameter.data = parameter.data.clone()
-    if model.config._attn_implementation == "sdpa" and attention_windows(model):
-        model.set_attn_implementation("shared_prompts")
-    model.eval()  # from here on, in the update too
-    if is_sharded():
-        return shard(model, device)
-    return model.to(device)
+            options = {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": "all-linear"}
+            model = peft.get_peft_model(model, peft.LoraConfig(**options, task_type="CAUSAL_LM"))
+    if GRADIENT_CHECKPOINTING:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.eval()
 
 
-def load_trained(run, name, auto_class, path, constant, new_head=False):
-    """Returns a model that is trained: from the folder `name` of the run's checkpoint if there is one, else
-    from path. With LORA_RANK it is the frozen model of path with an adapter, and with the new head."""
-    saved = run.checkpoint / name if run.checkpoint else None
-    if LORA_RANK:
-        model = load_adapted(auto_class, path, constant, run.device, saved, new_head)
-    elif saved:
-        model = load_model(auto_class, saved, constant, run.device)
-    else:
-        model = load_model(auto_class, path, constant, run.device, new_head)
-    if GRADIENT_CHECKPOINTING:  # activations are computed again in the backward pass; see GradientSum
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    return model
+def autocast(device):
+    return torch.autocast(device.type, torch.bfloat16, enabled=DTYPE == "bfloat16")
 
 
-def load_tokenizer(path, constant):
-    tokenizer = load_pretrained(AutoTokenizer, path, constant)
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"{constant} = {str(path)!r}: its tokenizer has no EOS token; set eos_token in it")
-    return tokenizer
+def make_optimizer(model, learning_rate):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-def load_pretrained(auto_class, path, constant, **options):
-    """Calls from_pretrained(). If that fails, the error names `constant`, which the user set to `path`."""
-    try:
-        return auto_class.from_pretrained(path, trust_remote_code=False, **options)
-    except Exception as error:  # transformers, safetensors and tokenizers raise many types
-        why = f"cannot be loaded ({first_line(error)})"
-        if not Path(path).exists():
-            why = f"no such folder, and the hub gave no model ({first_line(error)})"
-        elif Path(path).is_dir() and not (Path(path) / "config.json").exists():
-            why = "that folder holds no model, no config.json"
-            found = sorted([*Path(path).glob("*/config.json"), *Path(path).glob("*/*/config.json")])
-            if found:
-                why += f"; {found[0].parent} does"
-        raise UserError(f"{constant} = {str(path)!r}: {why}") from None
+def clip_and_step(optimizers, sums, run):
+    """Adds up the gradients of all processes and makes a step, unless a number is not finite. sums: this
+    process's part of the metrics, tensors without dimensions. Returns the metrics."""
+    norms = {}
+    for name, optimizer in optimizers.items():
+        parameters = optimizer.param_groups[0]["params"]
+        for parameter in parameters:
+            if parameter.grad is None:  # this process had no micro-batch
+                parameter.grad = torch.zeros_like(parameter)
+            if world_size > 1:
+                dist.all_reduce(parameter.grad)
+        norms[f"{name}_grad_norm"] = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
+    numbers = torch.stack([*sums.values(), *norms.values()]).tolist()  # here alone we wait for the device
+    metrics = Counter(dict(zip(norms, numbers[len(sums) :])))
+    for other_sums in all_gather(dict(zip(sums, numbers))):
+        metrics.update(other_sums)  # adds
+    is_finite = all(map(math.isfinite, metrics.values()))
+    for optimizer in optimizers.values():
+        if is_finite:
+            optimizer.step()
+        optimizer.zero_grad()
+    if not is_finite:
+        run.log("WARNING: skipped an optimizer step that is not finite")
+    return metrics
 
 
-def vocab_size(model):
-    """Returns how many token ids the model has an embedding for."""
-    return len(model.get_input_embeddings().weight)
+def check_ids(model, ids):
+    """Refuses token ids that the model has no embedding for: on a GPU they would end the process."""
+    largest = max(ids)
+    count = model.get_input_embeddings().num_embeddings
+    if largest >= count:
+        raise UserError(f"{model.name_or_path} has {count} embeddings; its tokenizer gives token {largest}")
 
 
-def padding_id(model, tokenizer):
-    """Returns an id to pad with. The attention masks hide it, but the embedding must have it."""
-    pad = tokenizer.pad_token_id
-    if pad is None or pad >= vocab_size(model):
-        return tokenizer.eos_token_id
-    return pad
+def find_end_ids(model, tokenizer):
+    """Returns the ids at which sampling stops, with which the model is saved: the tokenizer's EOS, those of
+    the generation config, and the token by which the chat template ends a turn."""
+    ends = {tokenizer.eos_token_id}.union(np.atleast_1d(model.generation_config.eos_token_id).tolist())
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "RESPONSE"}]
+        tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("RESPONSE")[2].strip()
+        end_of_turn = tokenizer(tail, add_special_tokens=False)["input_ids"][:1]
+        ends.update(tokenizer.added_tokens_decoder.keys() & end_of_turn)
+    ends = sorted(ends - {None})
+    if not ends:
+        raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r} has no EOS token: set eos_token of its tokenizer")
+    model.generation_config.eos_token_id = ends
+    return ends
 
 
-def max_positions(model):
-    """Returns how many tokens the model can read; inf if its config has no bound. If its rotary positions
-    change beyond some length (longrope, dynamic), that length is the bound: otherwise the distribution that
-    is sampled would differ from the one that is trained."""
-    config = model.config.get_text_config(decoder=True)
-    bound = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    for parameters in ropes:
-        if parameters.get("rope_type") in ("longrope", "dynamic"):
-            first = parameters.get("original_max_position_embeddings")
-            return first or getattr(config, "original_max_position_embeddings", None) or bound
-    if not isinstance(bound, int) or bound <= 0:
-        return math.inf
-    embeddings = getattr(getattr(model, "base_model", model), "embeddings", None)
-    padding = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
-    if padding is not None:  # RoBERTa's positions begin after its padding id
-        return bound - padding - 1
-    return bound
+# ================================================================ sampling and scoring
+# One path for both: the prompts are read once, then the responses go on from their keys and values, in the
+# rollout a token at a time, in scoring all tokens at once, in the update with a gradient.
 
 
-def autocast(model):
-    """Returns a context in which the model computes in DTYPE."""
-    if DTYPE == "bfloat16":
-        return torch.autocast(model.device.type, torch.bfloat16)
-    return nullcontext()
+class Cache(transformers.DynamicCache):
+    """Keys and values in DTYPE: rotary embeddings turn keys into float32."""
+
+    def update(self, keys, values, *args, **kwargs):
+        if DTYPE == "bfloat16":
+            keys, values = keys.bfloat16(), values.bfloat16()
+        return super().update(keys, values, *args, **kwargs)
 
 
-# ---------------------------------------------------------------- checking models when they are loaded
+class Prefix:
+    """Prompts that were read, and the rows that continue them. self.logits predict each row's next token.
+    prompts: a list of ids per row. Equal ones are read once, for all their rows."""
+
+    def __init__(self, model, prompts):
+        distinct = list(dict.fromkeys(map(tuple, prompts)))
+        ids, self.mask = pad_left(distinct, model.device)  # (distinct prompts, P)
+        self.model = model
+        self.cache = Cache(config=model.config)
+        self.logits = logits_of(model, ids, self.mask, 1, self.cache)  # (rows, 1, vocabulary)
+        self.select([distinct.index(tuple(prompt)) for prompt in prompts])
+
+    def select(self, rows):
+        """Continues with these rows; a row may stand several times."""
+        rows = torch.as_tensor(rows, device=self.model.device)
+        self.cache.reorder_cache(rows)
+        self.mask, self.logits = self.mask[rows], self.logits[rows]
+
+    def read(self, ids):
+        """Appends ids (rows, T). Returns the logits (rows, T, vocabulary) that follow each."""
+        self.mask = torch.cat([self.mask, torch.ones_like(ids)], 1)
+        return logits_of(self.model, ids, self.mask, ids.shape[1], self.cache)
 
 
-def unbatched_logits(model, batch):
-    """Returns the logits that logits_of_rows() returns, by the plainest way: one row at a time, without
-    padding, attention mask or cache."""
-    logits = []
-    for prompt, response, _ in batch.sequences:
-        ids = torch.tensor([prompt + response], device=model.device)
-        logits.append(forward(model, ids, use_cache=False).logits[0, len(prompt) - 1 : -1])
-    return torch.cat(logits)
+def logits_of(model, ids, mask, keep, cache=None):
+    """Returns a policy's logits at the last `keep` positions, (rows, keep, vocabulary), or the values (rows,
+    keep, 1) of a model with a head `score`, which is read in float32. mask also covers what the cache has."""
+    positions = (mask.cumsum(1)[:, -ids.shape[1] :] - 1).clamp(min=0)
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    inputs |= {"past_key_values": cache, "use_cache": cache is not None}
+    with autocast(model.device):
+        if not hasattr(model, "score"):
+            return model(**inputs, logits_to_keep=keep).logits
+        hidden = model.get_decoder()(**inputs).last_hidden_state[:, -keep:]
+    return model.score(hidden.float())
 
 
-def disagreement(model, compute):
-    """compute() returns two tensors (tokens, ...) that should be equal. Returns "" if they differ by rounding
-    alone, else a description. A real fault is about as large as the values: a wide tolerance finds it."""
-    try:
-        values, wanted = compute()
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # a model that is not made for this may raise any type
-        return f"it raises {type(error).__name__}: {first_line(error)}"
-    difference = (values - wanted).float().reshape(len(values), -1)
-    if model.dtype == torch.float32:
-        tolerance = 1e-3
-        difference = difference.abs().max()
-    else:  # bfloat16 moves a few logits of a large vocabulary far, but not the mean over a position's logits
-        tolerance = 0.1
-        difference = difference.square().mean(1).sqrt().max()
-    if difference <= tolerance * (1 + wanted.std(correction=0)):
-        return ""
-    return f"values of a token change by {difference:.2g} if other tokens or padding share its batch"
-
-
-@torch.no_grad()
-def check_models(models_by_constant, rows, pad_id):
-    """Compares the actor's sampling and every model's scoring with unbatched_logits(), on four prompts cut to
-    mixed lengths. A model that disagrees is refused. Where the faster ways that share prompts agree, they are
-    used from here on. Draws none of the run's random numbers. models_by_constant: {constant: model}, the
-    actor first."""
-    actor = next(iter(models_by_constant.values()))
-    prompts = [rows[i % len(rows)]["ids"][:length] for i, length in enumerate((32, 3, 17, 8))]
-    prompts_twice = repeat_each(prompts, 2)
-    eos_ids = torch.arange(0, vocab_size(actor), 7, device=actor.device)  # rows finish at different times
-    uniform = torch.rand(8, 10, generator=torch.Generator().manual_seed(0)).to(actor.device)
-    batch = None  # what sampled_and_scored() sampled; the models' scores of it are compared below
-
-    def sampled_and_scored():
-        nonlocal batch
-        settings = (2, 10, 1.5, eos_ids, pad_id)  # group size, most new tokens, temperature, ids
-        ids, lengths, logprobs, *_ = generate(actor, prompts, uniform, *settings)
-        responses = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist())]
-        batch = make_batch(prompts_twice, responses, actor.device)
-        tokens = batch.response_mask.nonzero(as_tuple=True)
-        wanted = sampling_logprobs(unbatched_logits(actor, batch), 1.5)
-        return logprobs[tokens], wanted.gather(1, ids[tokens][:, None]).squeeze(1)
-
-    def disagreement_of(model, logits_of):
-        def compute():
-            return logits_of(model, batch, range(8))[0], unbatched_logits(model, batch)
-
-        return disagreement(model, compute)
-
-    # Sampling: with shared prompts where that agrees, else without
-    with full_parameters(actor):
-        sampling_fault = "not tried"  # "": the model agrees
-        if actor.config._attn_implementation == "shared_prompts":
-            _SHARED_DECODING.add(actor)
-            sampling_fault = disagreement(actor, sampled_and_scored)
-        if sampling_fault:
-            _SHARED_DECODING.discard(actor)
-            sampling_fault = disagreement(actor, sampled_and_scored)
-    # Scoring, of every model
-    for constant, model in models_by_constant.items():
-        precision = nullcontext()
-        if model.dtype != torch.float32:
-            precision = autocast(model)
-        with full_parameters(model), precision:
-            # A new head is zero, so all its values would be equal: fill it for this comparison
-            zeros = [p for p in model.parameters() if not p.any()]
-            for parameter in zeros:
-                parameter.copy_(torch.linspace(-0.02, 0.02, parameter.numel()).view_as(parameter))
-            fault = sampling_fault if model is actor else ""
-            fault = fault or disagreement_of(model, logits_of_rows)
-            if not fault and not disagreement_of(model, logits_of_shared_prompts):
-                _SHARED_SCORING.add(model)
-            else:
-                _SHARED_SCORING.discard(model)
-            for parameter in zeros:
-                parameter.zero_()
-        if fault:
-            fault += ". It must be causal and decode with a cache"
-            raise UserError(f"{constant}: a {model.config.model_type!r} model cannot be used here, {fault}")
-
-
-# ---------------------------------------------------------------- batches and micro-batches
-
-
-def pad_left(rows, value):
-    """Returns lists of ids as one tensor, (rows, length of the longest)."""
+def pad_left(rows, device):
+    """Returns lists of ids as one tensor, (rows, length of the longest), and its mask."""
     width = max(map(len, rows))
-    return torch.tensor([[value] * (width - len(row)) + list(row) for row in rows])
-
-
-def pad_right(rows, value, multiple=1):
-    """Returns lists of ids as one tensor, (rows, length of the longest, rounded up to a multiple)."""
-    width = math.ceil(max(map(len, rows)) / multiple) * multiple
-    return torch.tensor([list(row) + [value] * (width - len(row)) for row in rows])
-
-
-def to_device(values, device):
-    """Returns a list of numbers, or a CPU tensor, as a tensor on the device. A copy to a GPU does not
-    block."""
-    return torch.as_tensor(values).to(device, non_blocking=torch.device(device).type == "cuda")
-
-
-def make_batch(prompts, responses, device):
-    """Returns a batch of prompts and responses, lists of ids. On the host it has batch.sequences, one tuple
-    per row: prompt ids, response ids, and which of these tokens the policy sampled, by index: here all. Its
-    tensors on the device are (rows,) or (rows, R), R being the longest response."""
-    lengths = to_device(list(map(len, responses)), device)
-    ids = to_device(pad_right(responses, 0), device)
-    return SimpleNamespace(
-        sequences=[(p, response, range(len(response))) for p, response in zip(prompts, responses)],
-        response_ids=ids,
-        response_lengths=lengths,
-        response_mask=(torch.arange(ids.shape[1], device=device) < lengths[:, None]).float(),
-    )
-
-
-def max_response_length(batch, rows):
-    return max(len(batch.sequences[i][1]) for i in rows)
-
-
-def micro_batch_rows(model, batch):
-    """Returns how many rows are read at a time: MICRO_BATCH_ROWS, or the rows of BATCH_SIZE prompts, but at
-    most 64, and fewer where their logits would pass 64 MiB. On a GPU the bound is 1/16 of its memory, rounded
-    down to a power of two, so that all processes choose the same number."""
-    if MICRO_BATCH_ROWS:
-        return MICRO_BATCH_ROWS
-    max_bytes = 2**26
-    if model.device.type == "cuda":
-        memory = torch.cuda.mem_get_info(model.device)[1]
-        max_bytes = 2 ** (memory.bit_length() - 1) // 16
-    row_bytes = 4 * model.config.get_text_config().vocab_size * batch.response_mask.shape[1]
-    return max(1, min(64, BATCH_SIZE * GROUP_SIZE, max_bytes // row_bytes))
-
-
-def micro_batches(model, batch, rows=None):
-    """Cuts rows (None: all) into micro-batches, lists of row numbers. Rows of one prompt stay together where
-    they fit, because the prompt is read once for all of them. Prompts with the most tokens, responses
-    included, come first."""
-    if rows is None:
-        rows = range(len(batch.sequences))
-    size = micro_batch_rows(model, batch)
-    if size > GROUP_SIZE:
-        size = size // GROUP_SIZE * GROUP_SIZE  # whole groups
-    prompts = {i: tuple(batch.sequences[i][0]) for i in rows}
-    num_tokens = Counter()  # {prompt: tokens of all its rows}
-    for i in rows:
-        num_tokens[prompts[i]] += len(prompts[i]) + len(batch.sequences[i][1])
-    order = sorted(rows, key=lambda i: (num_tokens[prompts[i]], len(prompts[i]), prompts[i]), reverse=True)
-    return [order[i : i + size] for i in range(0, len(order), size)]
-
-
-# ---------------------------------------------------------------- sampling
-
-
-def full_logprobs(logits, temperature):
-    """Returns log-probabilities (..., vocabulary) over all tokens, in float32. A reference model is scored by
-    these, also where sampling_logprobs() is edited."""
-    logits = logits.float()
-    if temperature != 1:
-        logits = logits / temperature
-    return logits.log_softmax(-1)
-
-
-def entropy_of(logprobs):
-    """Returns the entropy (...) of log-probabilities (..., vocabulary), in nats."""
-    return -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)  # without clamp, 0 * -inf would be NaN
-
-
-def find_in_cdf(weights, fraction):
-    """Returns the index at which the cumulative sum of weights (rows, n) passes fraction (rows, 1) of the
-    total, and by how much it passes, two (rows, 1)."""
-    cumulative = weights.double().cumsum(-1)
-    target = fraction * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[1] - 1)
-    return index, cumulative.gather(-1, index) - target
+    padded = torch.zeros(2, len(rows), width, dtype=torch.long)  # ids and mask
+    for number, row in enumerate(rows):
+        padded[:, number, width - len(row) :] = torch.tensor([row, [1] * len(row)])
+    return tuple(padded.to(device))
 
 
 def sample_tokens(probabilities, uniform):
-    """Returns one id per row: inverts the cumulative distribution of probabilities (rows, vocabulary) at
-    uniform (rows,) in [0, 1). It first finds a block of 128 ids, then the id inside: four times as fast as a
-    search over a large vocabulary."""
-    if probabilities.device.type == "mps":  # has no float64
-        return sample_tokens(probabilities.cpu(), uniform.cpu()).to(probabilities.device)
-    padding = -probabilities.shape[1] % 128
-    blocks = torch.nn.functional.pad(probabilities, (0, padding)).unflatten(1, (-1, 128))
-    block_sums = blocks.sum(-1)
-    block, overshoot = find_in_cdf(block_sums, uniform.double().unsqueeze(-1))
-    # Where the target lies inside its block, as a fraction of the block's sum
-    fraction = (1 - overshoot / block_sums.gather(-1, block)).clamp(0, 1 - 2**-40)  # below 1
-    index, _ = find_in_cdf(blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, 128)).squeeze(1), fraction)
-    return (block * 128 + index).squeeze(-1).clamp(max=probabilities.shape[1] - 1)
+    """Returns one id per row, (rows,), where the cumulative distribution passes uniform (rows,) in [0, 1)."""
+    cumulative = probabilities.double().cumsum(-1)
+    target = uniform.double().unsqueeze(1) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
 
 
-def forward(model, ids, shared_prompts=None, **options):
-    """Returns the model's output for ids (rows, T), with those of the options that its forward() takes.
-    shared_prompts is a keyword that transformers' models hand on to shared_prompt_attention()."""
-    parameters = inspect.signature(model.forward).parameters
-    options = {key: value for key, value in options.items() if key in parameters}
-    if shared_prompts is not None:
-        options["shared_prompts"] = shared_prompts
-    return model(input_ids=ids, **options)
-
-
-class PreallocatedCacheLayer(DynamicLayer):
-    """A cache layer that keeps its keys and values in larger buffers. transformers' own layer copies all keys
-    at every token, which took 39% of a rollout's time (docs/lab/speed.md)."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.lazy_initialization(layer.keys, layer.values)
-        self.buffers = (layer.keys, layer.values)  # update() makes them larger
-        self.keys, self.values = self.buffers
-
-    def update(self, keys, values, *args, **kwargs):
-        before = self.keys.shape[2]
-        after = before + keys.shape[2]
-        if after > self.buffers[0].shape[2]:
-            padding = (0, 0, 0, 16 + after // 2)  # half as long again
-            self.buffers = [torch.nn.functional.pad(buffer, padding) for buffer in self.buffers]
-        for buffer, new in zip(self.buffers, (keys, values)):
-            buffer[:, :, before:after] = new
-        self.keys, self.values = (buffer[:, :, :after] for buffer in self.buffers)
-        return self.keys, self.values
-
-    def reorder_cache(self, rows):
-        length = self.keys.shape[2]
-        self.buffers = [buffer.index_select(0, rows) for buffer in self.buffers]
-        self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
-
-
-class Decoder:
-    """Decodes with the model's own cache. Each prompt, a list of ids, is read once; then group_size rows
-    continue it. self.logits (rows, vocabulary) predict each row's next token."""
-
-    def __init__(self, model, prompts, group_size, pad_id):
-        ids = to_device(pad_left(prompts, pad_id), model.device)  # (prompts, P)
-        width = ids.shape[1]
-        self.model = model
-        self.positions = to_device(list(map(len, prompts)), model.device)  # of each row's next token
-        self.mask = (torch.arange(width, device=model.device) >= width - self.positions[:, None]).long()
-        self.cache = None
-        self.shared_prompts = None
-        self.read(ids, (self.mask.cumsum(1) - 1).clamp(min=0), self.mask)
-        self.replace_cache_layers()
-        self.select_rows(np.arange(len(prompts)).repeat(group_size))
-
-    def replace_cache_layers(self):
-        """Puts faster layers in place of transformers' own, where these are plain (no sliding window)."""
-        layers = getattr(self.cache, "layers", [])
-        plain = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and layer.is_initialized]
-        self.needs_mask = True  # False if all layers are SharedPromptLayers, which hide the padding
-        if self.model in _SHARED_DECODING:
-            shared_layers = {}
-            for i in plain:
-                shared_layers[i] = layers[i] = SharedPromptLayer(layers[i])
-            self.shared_prompts = SharedPrompts(shared_layers, self.mask)
-            self.needs_mask = len(plain) < len(layers)
-        else:
-            for i in plain:
-                layers[i] = PreallocatedCacheLayer(layers[i])
-
-    def read(self, ids, positions, mask):
-        cache = {"past_key_values": self.cache, "cache_params": self.cache}
-        options = {"attention_mask": mask, "position_ids": positions, "logits_to_keep": 1}
-        out = forward(self.model, ids, self.shared_prompts, **options, **cache, use_cache=True)
-        self.cache = getattr(out, "past_key_values", None) or out.cache_params
-        self.logits = out.logits[:, -1]
-
-    def next(self, tokens):
-        """Appends one token to each row, (rows,). Returns the logits (rows, vocabulary) after it."""
-        mask = None
-        if self.needs_mask:
-            self.mask = mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
-        self.read(tokens[:, None], self.positions[:, None], mask)
-        self.positions = self.positions + 1
-        return self.logits
-
-    def select_rows(self, rows):
-        """Continues with these rows, a list or an array in which a row may stand several times. Returns them
-        as a tensor."""
-        index = to_device(rows, self.mask.device)
-        if self.shared_prompts:
-            self.shared_prompts.select_rows(rows)
-        self.cache.reorder_cache(index)
-        self.mask = self.mask[index]
-        self.positions = self.positions[index]
-        self.logits = self.logits[index]
-        return index
-
-
-# Number of tokens between checks for finished rows, because a GPU must wait at each check
-_EOS_CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 16}
-
-
+# differs: each row has its temperature; no entropies
 @torch.no_grad()
-def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, eos_ids, pad_id):
-    """Samples group_size responses to each prompt, a list of ids; rows of one prompt are neighbours.
-
-    uniform (rows, max_new_tokens) decides every token; None takes the likeliest one. Returns ids (rows,
-    max_new_tokens), lengths (rows,), and each id's log-probability in the sampling distribution, in the shape
-    of ids. A row holds its first EOS id, and padding after it. A row that was cut holds no EOS id."""
+def generate(model, prompts, uniform, end_ids, temperatures):
+    """Samples a response to each prompt, see respond(). Returns ids and their log-probabilities, (rows,
+    MAX_NEW_TOKENS), on the CPU; what follows an end id is arbitrary."""
     device = model.device
-    check_every = _EOS_CHECK_EVERY[device.type]
-    decoder = Decoder(model, prompts, group_size, pad_id)
-    rows = torch.arange(len(prompts) * group_size, device=device)  # rows of the result that are decoded
-    ids = torch.full((len(rows), max_new_tokens), pad_id, device=device)
-    logprobs = torch.zeros(len(rows), max_new_tokens, device=device)
-    finished = torch.zeros_like(rows, dtype=torch.bool)
-    pending_ids = []  # of the tokens since the last check, each (unfinished rows,)
-    pending_logprobs = []
-    for t in progress(range(max_new_tokens), "tokens"):
-        distribution = sampling_logprobs(decoder.logits, temperature).clamp_(min=-1e30)  # (rows, vocabulary)
+    prefix = Prefix(model, prompts)
+    logits = prefix.logits
+    rows = torch.arange(len(prompts), device=device)  # those that are not finished
+    ids = torch.full((len(prompts), MAX_NEW_TOKENS), end_ids[0], device=device)
+    logprobs = torch.zeros(len(prompts), MAX_NEW_TOKENS, device=device)
+    ends = torch.tensor(end_ids, device=device)
+    is_finished = torch.zeros_like(rows, dtype=torch.bool)
+    for t in progress(range(MAX_NEW_TOKENS), "tokens"):
+        distribution = sampling_logprobs(logits[:, -1], temperatures[rows].unsqueeze(1))  # (rows, vocabulary)
         if uniform is None:
             tokens = distribution.argmax(-1)
         else:
             tokens = sample_tokens(distribution.exp(), uniform[rows, t])
-        chosen = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        pending_ids.append(tokens)
-        pending_logprobs.append(chosen)
-        is_last = t + 1 == max_new_tokens
-        # Every check_every tokens: store what is pending, then drop the rows that are finished
-        if (t + 1) % check_every == 0 or is_last:
-            columns = slice(t + 1 - len(pending_ids), t + 1)
-            ids[rows, columns] = torch.stack(pending_ids, 1)
-            logprobs[rows, columns] = torch.stack(pending_logprobs, 1)
-            pending_ids = []
-            pending_logprobs = []
-            if is_last:
+        ids[rows, t] = tokens
+        logprobs[rows, t] = distribution.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        is_finished |= torch.isin(tokens, ends)
+        if t + 1 == MAX_NEW_TOKENS:
+            break
+        if device.type == "cpu" or t % 16 == 15:  # looking for finished rows waits for a GPU
+            keep = is_finished.logical_not().nonzero().squeeze(1)
+            if len(keep) == 0:
                 break
-            finished |= torch.isin(ids[rows, columns], eos_ids).any(1)
-            unfinished = np.flatnonzero(finished.cpu().numpy() == 0).tolist()
-            if not unfinished:
-                break
-            if len(unfinished) <= 0.75 * len(rows):  # dropping rows copies the cache: drop many at once
-                keep = decoder.select_rows(unfinished)
-                rows = rows[keep]
-                tokens = tokens[keep]
-                finished = finished[keep]
-        decoder.next(tokens)
-    is_eos = torch.isin(ids, eos_ids).long()
-    after_eos = is_eos.cumsum(1) > is_eos  # an EOS stands before this token
-    return ids.masked_fill(after_eos, pad_id), (~after_eos).sum(1), logprobs.masked_fill(after_eos, 0)
-
-
-# ---------------------------------------------------------------- decoding with shared prompts
-# Keys and values of a prompt are kept once for all its responses: a rollout takes 0.44 to 0.7 of the time
-# (docs/lab/speed.md). Whoever deletes this section must also take the uses of what it defines, and of
-# shared_prompts, out of load_model(), check_models(), forward() and Decoder.
-
-_SHARED_DECODING = WeakSet()  # models for which check_models() found that decoding this way is right
-
-
-class SharedPromptLayer(PreallocatedCacheLayer):
-    """A cache layer of which keys and values are those of the responses alone. `prompt` holds the keys and
-    the values of the prompts, two (heads, prompts, P, width)."""
-
-    def __init__(self, layer):
-        super().__init__(layer)
-        self.prompt = [x.transpose(0, 1).contiguous() for x in self.buffers]
-        self.buffers = [x[:, :, :0] for x in self.buffers]
-        self.keys, self.values = self.buffers
-
-    def get_seq_length(self):
-        return self.prompt[0].shape[2] + self.keys.shape[2]
-
-
-class SharedPrompts:
-    """Which prompt each row continues. A model hands it on to shared_prompt_attention() as a keyword.
-
-    Attention to the prompts takes the rows in groups of equal size. For example, rows 0 to 3, of which three
-    continue the first prompt and one the second, take the six slots of two groups:
-        row_of_slot = [0, 1, 2,  3, 3, 3]    slot_of_row = [0, 1, 2, 3]    (slots 4 and 5 are padding)
-    """
-
-    def __init__(self, layers, mask):
-        self.layers = layers  # {layer_idx: SharedPromptLayer}
-        self.bias = torch.where(mask[:, None] > 0, 0.0, -math.inf)  # (prompts, 1, P): hides padding
-        self.prompt_of_row = np.arange(len(mask))
-
-    def select_rows(self, rows):
-        """Continues with these rows, a list in which rows of one prompt are neighbours."""
-        outputs = {"return_index": True, "return_inverse": True, "return_counts": True}
-        prompts, first_row, prompt_of_row, counts = np.unique(self.prompt_of_row[rows], **outputs)
-        size = int(counts.max())
-        # A prompt's slots: its rows, then rows of the next prompts, which are never read
-        row_of_slot = np.minimum(first_row[:, None] + np.arange(size), len(rows) - 1).ravel()
-        slot_of_row = prompt_of_row * size + np.arange(len(rows)) - first_row[prompt_of_row]
-        self.group_size, self.prompt_of_row = size, prompt_of_row
-        device = self.bias.device
-        self.row_of_slot, self.slot_of_row = to_device(row_of_slot, device), to_device(slot_of_row, device)
-        kept = to_device(prompts, device)
-        self.bias = self.bias[kept]
-        for layer in self.layers.values():
-            layer.prompt = [x.index_select(1, kept) for x in layer.prompt]
-
-    def by_prompt(self, x):
-        """(rows, heads, n, width) to (heads, prompts, group size * n, width). heads: of the keys; n: query
-        heads that share one of them."""
-        grouped = x.transpose(0, 1).index_select(1, self.row_of_slot)
-        return grouped.unflatten(1, (-1, self.group_size)).flatten(2, 3)
-
-    def by_row(self, x):
-        """(heads, prompts, group size * n, width) to (rows, heads, n, width); see by_prompt()."""
-        slots = x.unflatten(2, (self.group_size, -1)).flatten(1, 2)
-        return slots.index_select(1, self.slot_of_row).transpose(0, 1)
-
-
-def shared_prompt_attention(module, query, key, value, attention_mask, shared_prompts=None, **options):
-    """Computes transformers' sdpa attention. With shared prompts, which occur in decoding alone, each row has
-    one query token: it gets one softmax over the row's prompt and its response. Query heads that share a key
-    head stand side by side. attention_mask must keep its name: some models pass it as a keyword."""
-    if shared_prompts is None or module.layer_idx not in shared_prompts.layers:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    by_prompt, by_row = shared_prompts.by_prompt, shared_prompts.by_row
-    prompt_keys, prompt_values = shared_prompts.layers[module.layer_idx].prompt
-    rows, heads, _, width = query.shape
-    query = query.reshape(rows, key.shape[1], -1, width) * (options.get("scaling") or width**-0.5)
-    prompt_scores = by_row(by_prompt(query) @ prompt_keys.mT + shared_prompts.bias)
-    scores = torch.cat([prompt_scores, query @ key.mT], -1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
-    prompt_weights, response_weights = weights.split([prompt_scores.shape[-1], key.shape[2]], -1)
-    out = response_weights @ value + by_row(by_prompt(prompt_weights) @ prompt_values)
-    return out.reshape(rows, 1, heads, -1), None
-
-
-AttentionInterface.register("shared_prompts", shared_prompt_attention)
-AttentionMaskInterface.register("shared_prompts", AttentionMaskInterface()["sdpa"])
-
-
-# ---------------------------------------------------------------- scoring
-
-
-def logits_at(model, ids, places, **options):
-    """Returns logits (tokens, labels) of ids (rows, T) at some places, a pair of (tokens,): rows and columns.
-    The output layer, which may be large, is computed at these places alone."""
-    head = model.get_output_embeddings()
-    if head is None:
-        return forward(model, ids, use_cache=False, **options).logits[places]
-    # Hidden states, (rows, T, width), become those of the places, (1, tokens, width)
-    hook = head.register_forward_pre_hook(lambda module, inputs: inputs[0][places][None])
-    try:
-        return forward(model, ids, use_cache=False, **options).logits[0]
-    finally:
-        hook.remove()
-
-
-def logits_of_rows(model, batch, rows):
-    """Returns the logits that predict the response tokens which the policy sampled, (tokens, labels), row
-    after row, and where each token stands, two (tokens,): its row's index in `rows`, and its index in the
-    response. Each row is read with its prompt and padded on the right, where a causal model cannot see: no
-    mask, no positions."""
-    sequences = []  # of each row: prompt and response
-    places = []  # of each token: its row, where it is predicted, its index in the response
-    for i, row in enumerate(rows):
-        prompt, response, sampled = batch.sequences[row]
-        sequences.append(prompt + response)
-        places += [(i, len(prompt) - 1 + t, t) for t in sampled]
-    ids = to_device(pad_right(sequences, 0), model.device)
-    row, predicted_at, token = to_device(places, model.device).T
-    return logits_at(model, ids, (row, predicted_at)), (row, token)
+            if len(keep) <= 0.75 * len(rows):  # dropping rows copies the cache: drop many at once
+                prefix.select(keep)
+                rows, tokens, is_finished = rows[keep], tokens[keep], is_finished[keep]
+        logits = prefix.read(tokens.unsqueeze(1))
+    return ids.cpu(), logprobs.cpu()
 
 
 def response_logits(model, batch, rows):
-    """Returns logits_of_rows(), computed in the faster way where check_models() found that it is right."""
-    if model in _SHARED_SCORING:
-        return logits_of_shared_prompts(model, batch, rows)
-    return logits_of_rows(model, batch, rows)
-
-
-def response_logprobs(model, batch, rows, temperature, distribution=None):
-    """Returns the log-probabilities of the responses' ids in a distribution (None: sampling_logprobs) and the
-    distribution's entropy, two (rows, R), float32, 0 where response_mask is 0. Only one tensor of the logits'
-    size is kept for the backward pass: the entropy's is computed again."""
-    with autocast(model):
-        logits, places = response_logits(model, batch, rows)
-    if distribution is None:
-        distribution = sampling_logprobs
-    ids = batch.response_ids[to_device(rows, logits.device)][places]
-    vocab_logprobs = distribution(logits, temperature)  # (tokens, vocabulary)
-    logprobs = vocab_logprobs.gather(-1, ids.unsqueeze(-1)).squeeze(-1).clamp(min=-1e30)
-    entropy = checkpoint(entropy_of, vocab_logprobs, use_reentrant=False, preserve_rng_state=False)
-    zeros = torch.zeros(len(rows), max_response_length(batch, rows), device=logits.device)
-    return zeros.index_put(places, logprobs), zeros.index_put(places, entropy)
-
-
-@torch.no_grad()
-def map_micro_batches(compute, model, batch):
-    """Returns compute(model, batch, rows), (micro-batch, R), of all rows of a batch as one tensor (rows, R).
-    The processes share the micro-batches."""
-    micros = micro_batches(model, batch)
-    result = torch.zeros_like(batch.response_mask)
-    with full_parameters(model):
-        for rows, values in zip(micros, map_over_ranks(micros, partial(compute, model, batch))):
-            result[to_device(rows, result.device), : values.shape[1]] = values.to(model.device)
-    return result
-
-
-def batch_logprobs(model, batch, distribution):
-    """Returns the log-probabilities of a batch's responses under a model, (rows, R), without a gradient."""
-
-    def compute(model, batch, rows):
-        return response_logprobs(model, batch, rows, TEMPERATURE, distribution)[0]
-
-    return map_micro_batches(compute, model, batch)
-
-
-# ---------------------------------------------------------------- scoring with shared prompts
-# A prompt is read once with all its responses. Whoever deletes this section must keep attention_windows()
-# and take what names _SHARED_SCORING or logits_of_shared_prompts out of response_logits() and check_models().
-
-_SHARED_SCORING = WeakSet()  # models for which check_models() found that scoring this way is right
-_RESPONSE_TOKENS = 1024  # most response tokens in one sequence, because its attention is dense
-
-
-def attention_windows(model):
-    """Returns {layer type: how many tokens back a query sees; None: all} from the model's config. Returns {},
-    so that prompts are not shared, if the config has other types of layers, or if it names a window but no
-    layer type has one."""
-    try:
-        config = model.config.get_text_config(decoder=True)
-        layer_types, options = get_layer_types_and_kwargs(config)
-    except AttributeError:  # such as Mamba's
-        return {}
-    windows = {name: option.get("sliding_window") for name, option in zip(layer_types, options)}
-    if not windows.keys() <= {"full_attention", "sliding_attention"}:
-        return {}
-    sizes = [value for key, value in vars(config).items() if key.endswith(("window", "window_size"))]
-    has_window = any(type(size) is int and size > 0 for size in sizes)
-    if has_window and not any(windows.values()):
-        return {}
-    return windows
-
-
-def logits_of_shared_prompts(model, batch, rows):
-    """Returns what logits_of_rows() returns. Neighbouring rows of one prompt are read in one sequence: the
-    prompt, then the responses one after another. Each response's positions continue the prompt's, and a
-    four-dimensional mask shows each token its prompt and its own response alone. For example, a prompt of
-    two tokens with two responses of two and three tokens (nothing is predicted after a last token):
-        ids        p p  a  b b
-        positions  0 1  2  2 3
-        owner      0 0  1  2 2
-    """
-    device = model.device
-    sequences = []  # of each: ids, their positions, their owners (0: the prompt, i + 1: row i)
-    places = []  # of each token: its row, its sequence, where it is predicted, its index in the response
-    last_prompt = None
-    for i, row in enumerate(rows):
-        prompt, response, sampled = batch.sequences[row]
-        prompt_length = len(prompt)
-        added = len(response) - 1  # tokens: the last one is only predicted, so it is not read
-        if prompt != last_prompt or len(sequences[-1][0]) + added > prompt_length + _RESPONSE_TOKENS:
-            last_prompt = prompt
-            sequences.append((list(prompt), list(range(prompt_length)), [0] * prompt_length))
-        ids, positions, owner = sequences[-1]
-        for t in sampled:
-            predicted_at = prompt_length - 1  # the first token: by the prompt's last
-            if t > 0:
-                predicted_at = len(ids) + t - 1
-            places.append((i, len(sequences) - 1, predicted_at, t))
-        ids += response[:added]
-        positions += range(prompt_length, prompt_length + added)
-        owner += [i + 1] * added
-    # Widths are multiples of 8: for others a GPU's kernels copy the mask. Padding sees other
-    # padding, since a row of the mask that is all -inf gives NaN
-    ids, positions, owner = zip(*sequences)
-    ids = to_device(pad_right(ids, 0, 8), device)
-    positions = to_device(pad_right(positions, 0, 8), device)
-    owner = to_device(pad_right(owner, -1, 8), device)
-    distance = positions[:, :, None] - positions[:, None]  # from a query back to a key
-    visible = (distance >= 0) & ((owner[:, None] == 0) | (owner[:, None] == owner[:, :, None]))
-    dtype = model.dtype
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-    masks = {}
-    for layer_type, window in attention_windows(model).items():
-        hidden = ~visible | (distance >= (window or math.inf))
-        zeros = torch.zeros(hidden.shape, dtype=dtype, device=device)
-        masks[layer_type] = zeros.masked_fill_(hidden, -math.inf)[:, None]
-    mask = masks  # transformers takes one mask for each type of layer or, where there is one type, a tensor
-    if len(masks) == 1:
-        mask = masks.popitem()[1]
-    row, sequence, predicted_at, token = to_device(places, device).T
-    options = {"attention_mask": mask, "position_ids": positions}
-    return logits_at(model, ids, (sequence, predicted_at), **options), (row, token)
-
-
-# ---------------------------------------------------------------- the optimizer step
-
-
-def make_optimizer(model, learning_rate):
-    """Returns AdamW over the model's trained parameters. Another optimizer, or several parameter groups, go
-    here: all groups are scheduled, clipped and stepped, and each may have a rate of its own.
-    examples/muon.py has two optimizers for one model."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
-    for group in optimizer.param_groups:  # lr_multiplier is 1, unless you give a group its own "lr" above
-        group["lr_multiplier"] = group["lr"] / learning_rate if learning_rate else 1.0
-    return optimizer
-
-
-def set_learning_rate(optimizer, learning_rate):
-    """Sets each parameter group's learning rate: learning_rate times the group's "lr_multiplier", if any."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate * group.get("lr_multiplier", 1.0)
-
-
-class GradientSum:
-    """Adds up the gradients of one optimizer step over its micro-batches and over the processes.
-
-        gradients = GradientSum([model])
-        for micro in gradients.deal(micro_batches):  # this process's micro-batches
-            gradients.backward(model, loss)          # any number of times
-            gradients.log_means({"loss": losses}, mask, num_tokens)
-        metrics = gradients.finish()
-
-    In each round every process gets one micro-batch. After each round the processes add its gradients in the
-    order of the micro-batches, so that the sum has the same bits on any number of processes. With
-    DETERMINISTIC_GRADIENTS = False they add up once, in finish(); with FSDP2 in every backward pass."""
-
-    def __init__(self, models):
-        self.models = models
-        self.parameters = [p for model in models for p in model.parameters() if p.requires_grad]
-        self.rounds = []  # what each round logged, {name: tensor}
-        self.num_micro_batches = 0
-        self.is_dummy = False  # there is no micro-batch for this process in this round
-        self.is_complete = False
-        self.adds_gradients = world_size() > 1 and not is_sharded()
-        self.totals = []  # of each parameter, over the rounds; empty where .grad itself is the sum
-        if self.adds_gradients and DETERMINISTIC_GRADIENTS:
-            self.totals = [torch.zeros_like(p) for p in self.parameters]
-
-    def deal(self, micro_batches):
-        """Yields this process's share of the micro-batches: of N processes each gets every N-th. The loop
-        must run to its end, because the others wait for this one in every round; finish() raises if it did
-        not."""
-        self.num_micro_batches = len(micro_batches)
-        for parameter in self.parameters:
-            # Zeros, not None: AdamW must also step parameters that get no gradient. FSDP2 makes its own
-            parameter.grad = None if is_sharded() else torch.zeros_like(parameter)
-        self.set_checkpointing(GRADIENT_CHECKPOINTING)
-        try:
-            for first in progress(range(0, len(micro_batches), world_size()), "micro-batches"):
-                number = first + rank()
-                self.rounds.append({})
-                self.is_dummy = number >= len(micro_batches)
-                if not self.is_dummy:
-                    yield micro_batches[number]
-                elif is_sharded():
-                    # FSDP2 waits for all processes in each pass; backward() makes this loss zero
-                    yield micro_batches[-1]
-                self.add_round()
-            self.is_complete = True
-        finally:
-            self.set_checkpointing(False)
-
-    def set_checkpointing(self, on):
-        """Turns recomputing of activations on or off. A GradientCheckpointingLayer does it where its flag
-        `training` is set. It then uses no cache, so sampling must find the flag unset."""
-        for model in self.models:
-            for layer in model.modules():
-                if isinstance(layer, GradientCheckpointingLayer):
-                    layer.training = on
-
-    def backward(self, model, loss):
-        """loss.backward(), by kernels that always add in the same order. An operation that has none is an
-        error on a GPU; with DETERMINISTIC_GRADIENTS = False it is a warning."""
-        if self.is_dummy:
-            loss = 0 * loss
-        warn_only = not DETERMINISTIC_GRADIENTS or model.device.type != "cuda"
-        torch.use_deterministic_algorithms(True, warn_only=warn_only)
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            if "deterministic" not in str(error):
-                raise
-            why = first_line(error)
-            raise UserError(f"DETERMINISTIC_GRADIENTS = True: {why}: set it to False") from None
-        finally:
-            torch.use_deterministic_algorithms(True, warn_only=True)
-
-    def log_means(self, values, mask, num_tokens):
-        """Logs the sum over the micro-batches of values * mask / num_tokens. values: {name: (rows, R)}.
-        Refuses a loss that is a mean already: the step would divide by the tokens twice."""
-        for name, x in values.items():
-            if x.shape != mask.shape:
-                fault = f"{name} has the shape {tuple(x.shape)}, not {tuple(mask.shape)}"
-                raise ValueError(f"{fault}: return one number per token or pair, not their mean")
-            self.log_sum(name, (x.detach() * mask).sum() / num_tokens)
-
-    def log_sum(self, name, value):
-        """Logs a number that adds up over the micro-batches; of a name max_... the largest is kept."""
-        self.rounds[-1][name] = value
-
-    def add_round(self):
-        if self.is_dummy:
-            self.rounds[-1] = {}
-        for parameter, total in zip(self.parameters, self.totals):
-            gradients = list(total.new_empty(world_size(), *total.shape))
-            dist.all_gather(gradients, parameter.grad)
-            for gradient in gradients:
-                total += gradient
-            parameter.grad.zero_()
-
-    def finish(self):
-        """Leaves the sums in the parameters' .grad. Returns {name: number} of what was logged."""
-        if not self.is_complete:
-            raise RuntimeError("the loop over GradientSum.deal() was left early: do not break out of it")
-        for parameter, total in zip(self.parameters, self.totals):
-            parameter.grad = total
-        if self.adds_gradients and not DETERMINISTIC_GRADIENTS:
-            for parameter in self.parameters:
-                dist.all_reduce(parameter.grad)
-        rounds_by_rank = all_gather(self.logged_numbers())
-        metrics = {}
-        # In the order of the micro-batches: process n % N had number n, in its round n // N
-        for number in range(self.num_micro_batches):
-            for name, value in rounds_by_rank[number % world_size()][number // world_size()].items():
-                add = max if name.startswith("max_") else operator.add
-                metrics[name] = add(metrics[name], value) if name in metrics else value
-        return metrics
-
-    def logged_numbers(self):
-        """Returns what each round logged as Python numbers, which come from the device in one copy."""
-        values, structure = tree_flatten(self.rounds)
-        if not values:
-            return self.rounds
-        tensors = [torch.as_tensor(x, device=self.models[0].device) for x in values]
-        return tree_unflatten(torch.stack(tensors).tolist(), structure)
-
-
-def clip_and_step(optimizers, total_loss, run, row_names):
-    """Clips the gradients and steps each optimizer. Returns the gradient norms before clipping. If a norm, or
-    the loss, is not finite the weights stay as they are, and the run logs the names of the data's rows."""
-    norms = []
-    for optimizer in optimizers:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        norms.append(norm.item())
-    finite = all(map(math.isfinite, (total_loss, *norms)))
-    for optimizer in optimizers:
-        if finite:
-            optimizer.step()
-        optimizer.zero_grad()
-    run.note_optimizer_step(finite, row_names)
-    return norms
-
-
-# ---------------------------------------------------------------- prompts and responses
-
-
-def load_rows(datasets, constant, limit=None):
-    """Returns the rows of all data sets: {"id", "prompt": text or chat, "answer": text, texts or None,
-    "columns": the whole record}."""
-    known = ["path", "type", "input", "output", "name", "split"]
-    for spec in datasets:
-        if not isinstance(spec, dict):
-            raise UserError(
-                f"{constant}: a data set is {{'path': ..., 'type': ..., 'input': ...}}, not {spec!r}"
-            )
-    file_names = Counter(Path(spec.get("path", "")).name for spec in datasets)
-    rows = []
-    for spec in datasets:
-        for key in spec.keys() - set(known):
-            raise UserError(f"{constant}: unknown key {key!r} in {spec!r}{did_you_mean(key, known)}")
-        if not {"path", "type", "input"} <= spec.keys():
-            keys = "a data set needs path, type, input and may have output, name, split"
-            raise UserError(f"{constant}: {keys}: {spec!r}")
-        count_before = len(rows)
-        for number, record in read_records(spec, f"{constant}: {spec['path']}"):
-            where = f"{constant}: {spec['path']} line {number}"
-            prompt = read_prompt(look_up(record, spec["input"], where), f"{where}: {spec['input']!r}")
-            answer = None
-            if spec.get("output"):
-                answer = read_answer(look_up(record, spec["output"], where), f"{where}: {spec['output']!r}")
-            file_name = Path(spec["path"]).name
-            if file_names[file_name] > 1:
-                parts = [spec["path"], spec.get("name"), spec.get("split")]
-                file_name = ":".join(part for part in parts if part)
-            row_id = f"{file_name}:{number}"
-            rows.append({"id": row_id, "answer": answer, "columns": record, "prompt": prompt})
-        if len(rows) == count_before:
-            raise UserError(f"{constant}: {spec['path']}: the data set is empty")
-    all_names = {name: None for row in rows for name in row["columns"]}
-    for row in rows:
-        row["columns"] = all_names | row["columns"]  # all rows have the same columns
-    return rows[:limit]
-
-
-def load_prompts(trainer, datasets, constant, limit):
-    """Returns the rows of data sets with their prompts' ids; see encode(). There must be some to train on."""
-    if "{input}" not in PROMPT_TEMPLATE:
-        raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} has no {{input}}, the place of the prompt")
-    rows = encode(trainer, load_rows(datasets, constant, limit), constant)
-    if not rows and constant == "TRAIN_DATASETS":
-        raise UserError(f"{constant} leaves no prompt to train on: raise MAX_PROMPT_TOKENS or give it data")
-    warn_of_unknown_tokens(trainer, rows, constant)
-    return rows
-
-
-def warn_of_unknown_tokens(trainer, rows, constant):
-    """Logs a warning if rows have tokens that stand for what the tokenizer does not know, such as <unk>."""
-    tokenizer = trainer.tokenizer
-    unknown = tokenizer.unk_token_id
-    if unknown is None or unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):
-        return
-    unknown_tokens = tokens = 0
-    affected = []
-    for row in rows:
-        tokens += len(row["ids"])
-        if unknown in row["ids"]:
-            unknown_tokens += row["ids"].count(unknown)
-            affected.append(row)
-    if affected:
-        text = tokenizer.decode(affected[0]["ids"])
-        place = text.find(tokenizer.unk_token)
-        text = text[max(0, place - 40) : place + 40]
-        where = f"{len(affected)} of {len(rows)} rows (the first: {affected[0]['id']}: {text!r})"
-        fault = f"{unknown_tokens / tokens:.1%} of the tokens, in {where}, are {tokenizer.unk_token}"
-        hint = "its tokenizer does not know these words: take a model that does, or other words"
-        trainer.run.log(f"WARNING: {constant}: {fault}. ACTOR_MODEL = {ACTOR_MODEL!r}: {hint}")
-
-
-def read_prompt(value, where):
-    """Returns a prompt as a file has it: a text, or a chat, which is a list of {"role", "content"} messages
-    that ends with the one to be answered."""
-    if isinstance(value, str) and value.strip():
-        return value
-    messages = without_nulls(value)
-    valid = isinstance(messages, list) and len(messages) > 0
-    if valid:
-        valid = all(is_message(message) for message in messages) and messages[-1]["role"] != "assistant"
-    if not valid:
-        form = 'a prompt is a text, or messages such as [{"role": "user", "content": "How many?"}]'
-        raise UserError(f"{where}: {form}, the last not the assistant's; this is {repr(value)[:160]}")
-    return [{**message, "content": message.get("content", "")} for message in messages]
-
-
-def without_nulls(value):
-    """Returns plain lists and dicts without the nulls that parquet and the hub fill in for absent keys."""
-    if hasattr(value, "tolist"):  # an array
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, (list, tuple)):
-        return [without_nulls(item) for item in value]
-    return value
-
-
-def is_message(value):
-    """Whether a value is {"role": text, "content": text}; a message with tool calls may lack its content."""
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        return False
-    return isinstance(value.get("content"), str) or ("content" not in value and bool(value.get("tool_calls")))
-
-
-def read_answer(value, where):
-    """Returns an answer as text, or as a list of texts; of messages the last one's content."""
-    if isinstance(value, list) and value and isinstance(value[-1], dict):
-        value = value[-1].get("content")
-    if isinstance(value, list):
-        return cell_texts(value, where)
-    return cell_text(value, where)
-
-
-def as_text(prompt):
-    """Returns a prompt or response as a person reads it: every message of a chat."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"{m['role']}: {m['content']}{m.get('tool_calls', '')}" for m in prompt)
-
-
-def as_messages(prompt):
-    """Returns the messages that the model is given: a chat's own, or the text in PROMPT_TEMPLATE.
-    SYSTEM_PROMPT goes first unless there is a system message."""
-    messages = prompt
-    if isinstance(prompt, str):
-        messages = [{"role": "user", "content": PROMPT_TEMPLATE.replace("{input}", prompt)}]
-    if SYSTEM_PROMPT is None or any(message["role"] in ("system", "developer") for message in messages):
-        return list(messages)
-    return [{"role": "system", "content": SYSTEM_PROMPT}, *messages]
-
-
-def apply_chat_template(tokenizer, messages, where, add_generation_prompt):
-    """Returns messages as text by the tokenizer's chat template."""
-    options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-    try:
-        return tokenizer.apply_chat_template(messages, **options)
-    except Exception as error:  # a template may refuse roles, or their order, by any type
-        fault = f"does not take these messages ({first_line(error)})"
-        raise UserError(f"{where}: the chat template of {tokenizer.name_or_path!r} {fault}") from None
-
-
-def encode_chat(tokenizer, prompt, where, response=None):
-    """Returns the ids of a prompt (a text or a chat), or of a prompt with its response (a text or turns), in
-    the tokenizer's chat template. Without a template only texts can be encoded. where: what an error
-    names."""
-    prompt = read_prompt(prompt, where)
-    messages = as_messages(prompt)
-    turns = response or []
-    if isinstance(response, str):
-        turns = [{"role": "assistant", "content": response}]
-    if tokenizer.chat_template:
-        text = apply_chat_template(tokenizer, messages + turns, where, response is None)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-    if len(messages) > 1 or not isinstance(prompt, str):
-        fault = f"need a chat template, which {tokenizer.name_or_path!r} lacks"
-        hint = "put a file chat_template.jinja beside the tokenizer"
-        raise UserError(f"{where}: messages and SYSTEM_PROMPT {fault}: {hint}")
-    text = messages[0]["content"]
-    for turn in turns:
-        text += turn["content"]
-        if turn["role"] == "assistant":
-            text += tokenizer.eos_token
-    ids = tokenizer(text)["input_ids"]
-    # Some tokenizers append an EOS to every text, which is dropped. After a response there are two: the
-    # response's own and the tokenizer's
-    appended = [tokenizer.eos_token_id] * (1 if response is None else 2)
-    text_has_eos = (messages + turns)[-1]["content"].endswith(tokenizer.eos_token)
-    if ids[-len(appended) :] == appended and not text_has_eos:
-        return ids[:-1]
-    return ids
-
-
-def encode(trainer, rows, constant):
-    """Adds the prompt's ids to each row and returns the rows that are not longer than MAX_PROMPT_TOKENS; the
-    number of the others is logged. Every model in trainer.models_by_constant must be able to read them."""
-    tokenizer = trainer.tokenizer
-    num_ids = vocab_size(trainer.actor)
-    for row in rows:
-        where = f"{constant}: {row.get('id', 'the prompt')}"
-        row["ids"] = encode_chat(tokenizer, row["prompt"], where)
-        row["columns"]["messages"] = as_messages(row["prompt"])  # in place of a column of that name
-        if not row["ids"]:
-            raise UserError(f"{where}: the tokenizer gives no token for this prompt")
-        if max(row["ids"]) >= num_ids:
-            fault = f"the tokenizer gives the id {max(row['ids'])}, but the model has only {num_ids}"
-            raise UserError(f"{where}: {fault}: ACTOR_MODEL = {ACTOR_MODEL!r}")
-    kept = [row for row in rows if len(row["ids"]) <= MAX_PROMPT_TOKENS]
-    if len(kept) < len(rows):
-        left_out = f"left out {len(rows) - len(kept)} of {len(rows)} prompts"
-        trainer.run.log(f"{constant}: {left_out}, longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
-    longest = max((len(row["ids"]) for row in kept), default=0) + MAX_NEW_TOKENS
-    for name, model in trainer.models_by_constant.items():
-        if longest > max_positions(model):
-            fault = f"reads at most {max_positions(model)} tokens, but a prompt and its response may have"
-            hint = "lower MAX_PROMPT_TOKENS or MAX_NEW_TOKENS"
-            raise UserError(f"{name} {fault} {longest} ({constant}): {hint}")
-    return kept
-
-
-def encode_texts(trainer, prompts, answers, where):
-    """Returns rows of texts or chats that a caller gives; see encode()."""
-    answers = answers or [None] * len(prompts)
-    if len(answers) != len(prompts):
-        raise UserError(f"{where} got {len(prompts)} prompts and {len(answers)} answers: give one per prompt")
-    rows = []
-    for prompt, answer in zip(prompts, answers):
-        rows.append({"prompt": read_prompt(prompt, where), "answer": answer, "columns": {}})
-    return encode(trainer, rows, where)
-
-
-def ids_of_ends(model, tokenizer):
-    """Returns the ids that end a response, a tensor: the tokenizer's EOS and those of the model's generation
-    config, which often names several."""
-    ends = model.generation_config.eos_token_id
-    if not isinstance(ends, list):
-        ends = [ends]
-    return to_device(sorted({tokenizer.eos_token_id, *ends} - {None}), model.device)
-
-
-# differs: mining samples at several temperatures
-def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None):
-    """Samples group_size responses to each prompt, a list of ids, by generate(); as many rows at a time as a
-    training batch has. uniform (rows, MAX_NEW_TOKENS); None: the likeliest tokens. Returns a batch (see
-    make_batch) with logprobs, truncated, responses (texts) and columns (for reward functions). temperature
-    None or 0: TEMPERATURE."""
-    prompts_at_a_time = max(1, BATCH_SIZE * GROUP_SIZE // group_size)
-    eos_ids = ids_of_ends(model, tokenizer)
-    pad_id = padding_id(model, tokenizer)
-
-    def sample_chunk(first):
-        chunk = prompts[first : first + prompts_at_a_time]
-        chunk_uniform = None
-        if uniform is not None:
-            rows = slice(first * group_size, (first + prompts_at_a_time) * group_size)
-            chunk_uniform = to_device(uniform[rows], model.device)
-        with autocast(model):
-            return generate(
-                model,
-                chunk,
-                chunk_uniform,
-                group_size,
-                MAX_NEW_TOKENS,
-                temperature or TEMPERATURE,
-                eos_ids,
-                pad_id,
-            )
-
-    with full_parameters(model):
-        chunks = map_over_ranks(range(0, len(prompts), prompts_at_a_time), sample_chunk)
-    ids, lengths, logprobs = (torch.cat(x).to(model.device) for x in zip(*chunks))
-    # One copy from the device: each row begins with its length
-    responses = [row[:length] for length, *row in torch.cat([lengths[:, None], ids], 1).tolist()]
-    batch = make_batch(repeat_each(prompts, group_size), responses, model.device)
-    width = batch.response_mask.shape[1]
-    batch.logprobs = logprobs[:, :width]
-    batch.truncated = ~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), eos_ids)
-    batch.responses = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    batch.columns = {"response_ids": responses}
+    """Returns logits (rows, R, vocabulary) that predict each token of the responses with the numbers `rows`.
+    Gradient checkpointing knows no cache: with it each row is read with its prompt, in one sequence."""
+    width = int(batch.lengths[rows].max())
+    prompts = [batch.rows[i]["ids"] for i in rows]
+    ids = batch.ids[rows, :width].to(model.device)
+    if GRADIENT_CHECKPOINTING and torch.is_grad_enabled():
+        prompt_ids, mask = pad_left(prompts, model.device)
+        mask = torch.cat([mask, torch.ones_like(ids)], 1)
+        ids = torch.cat([prompt_ids, ids], 1)
+        # Layers recompute their activations in training mode, in which they use no cache: not in the rollout
+        layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        for layer in layers:
+            layer.training = True  # the layer alone, not what it consists of: no dropout
+        logits = logits_of(model, ids, mask, width + 1)
+        for layer in layers:
+            layer.training = False
+        return logits[:, :-1]
+    prefix = Prefix(model, prompts)
+    if width == 1:
+        return prefix.logits
+    return torch.cat([prefix.logits, prefix.read(ids[:, :-1])], 1)  # the last token is only predicted
+
+
+# differs: the entropy is only logged
+def logprobs_and_entropy(model, batch, rows):
+    """Returns log-probabilities of response tokens, and entropies without a gradient, two (rows, R)."""
+    distribution = sampling_logprobs(response_logits(model, batch, rows), TEMPERATURE)
+    ids = batch.ids[rows, : distribution.shape[1]].to(model.device)
+    logprobs = distribution.gather(2, ids.unsqueeze(2)).squeeze(2)
+    with torch.no_grad():
+        entropy = -(distribution.exp() * distribution).sum(-1)
+    return logprobs, entropy
+
+
+# differs: batches of candidates have no log-probabilities yet
+def all_logprobs(model, batch):
+    """Returns the log-probabilities of all response tokens, (rows, R), 0 outside the mask."""
+    result = torch.zeros_like(batch.mask)
+    for rows in micro_batches(model, batch, torch.arange(len(batch.rows))):
+        logprobs, _ = logprobs_and_entropy(model, batch, rows)
+        result[rows, : logprobs.shape[1]] = logprobs.cpu()
+    return result * batch.mask
+
+
+def make_batch(candidates):
+    """Returns a batch, as respond() does, of candidates, dicts with row and token_ids: candidates, rows
+    (lists), lengths (rows,), ids and mask (rows, R)."""
+    batch = SimpleNamespace(candidates=candidates, rows=column(candidates, "row"))
+    batch.lengths = torch.tensor([len(candidate["token_ids"]) for candidate in candidates]).long()
+    width = max(batch.lengths.tolist(), default=0)
+    padded = [
+        candidate["token_ids"] + [0] * (width - len(candidate["token_ids"])) for candidate in candidates
+    ]
+    batch.ids = torch.tensor(padded).view(len(candidates), width).long()
+    batch.mask = (torch.arange(width) < batch.lengths.unsqueeze(1)).float()
     return batch
 
 
-def load_reward_model(path, device):
-    """Returns a sequence classifier with one label, frozen, and its tokenizer; (None, None) if path is
-    None."""
-    if path is None:
-        return None, None
-    model = load_model(AutoModelForSequenceClassification, path, "REWARD_MODEL", device).requires_grad_(False)
-    if model.config.num_labels != 1:
-        raise UserError(f"REWARD_MODEL = {path!r} must have a classification head of one label")
-    if is_decoder(model):
-        return model, load_tokenizer(path, "REWARD_MODEL")
-    return model, load_pretrained(AutoTokenizer, path, "REWARD_MODEL")
+# differs: prompts have unlike numbers of candidates
+def micro_batches(model, batch, rows):
+    """Cuts row numbers into micro-batches, the longest first. A prompt's rows stand together, and prompts
+    whose longest responses are alike: less padding."""
+    longest = Counter()  # of each prompt
+    for row, length in zip(batch.rows, batch.lengths.tolist()):
+        longest[row["id"]] = max(longest[row["id"]], length)
+    order = torch.tensor([longest[batch.rows[i]["id"]] for i in rows]).argsort(descending=True, stable=True)
+    return [micro for micro in rows[order].split(micro_batch_rows(model, batch)) if len(micro) > 0]
 
 
-def is_decoder(model):
-    """Returns whether a classifier reads its score at the last token. Encoders such as DeBERTa do not."""
-    return hasattr(model, "score")
+def micro_batch_rows(model, batch):
+    """Returns MICRO_BATCH_ROWS, or as many rows as take about an eighth of the memory, at most 64."""
+    if MICRO_BATCH_ROWS:
+        return MICRO_BATCH_ROWS
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if model.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(model.device).total_memory
+    memory = 2 ** round(math.log2(memory))  # the same on machines that are alike
+    config = model.config.get_text_config()
+    # Four copies of a token's logits in float32, and 80 bytes per layer and hidden unit: an estimate
+    token_bytes = 16 * config.vocab_size + 80 * config.num_hidden_layers * config.hidden_size
+    return max(1, min(64, memory // 8 // (batch.ids.shape[1] * token_bytes)))
+
+
+# ================================================================ candidates
 
 
 @torch.no_grad()
-def reward_model_scores(model, tokenizer, prompts, responses):
-    """Returns a reward model's score of each prompt with its response, (rows,). A decoder's is read at the
-    last token of the chat; an encoder reads the prompt and the response as a pair of texts."""
-    if not is_decoder(model):
-        return encoder_scores(model, tokenizer, prompts, responses)
-    rows = [encode_chat(tokenizer, p, "REWARD_MODEL", response) for p, response in zip(prompts, responses)]
-    scores = torch.zeros(len(rows))
-    lengths = torch.tensor(list(map(len, rows)))
-    if lengths.max() > max_positions(model):
-        fault = f"reads at most {max_positions(model)} tokens, but a prompt with its response has"
-        raise UserError(f"REWARD_MODEL = {REWARD_MODEL!r} {fault} {lengths.max()}")
-    for chunk in lengths.argsort(stable=True).split(min(64, BATCH_SIZE * GROUP_SIZE)):
-        ids = to_device(pad_right([rows[i] for i in chunk], 0), model.device)  # causal: padding is not seen
-        last = to_device(torch.stack([torch.arange(len(chunk)), lengths[chunk] - 1]), model.device)
-        with autocast(model):
-            hidden_states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            scores[chunk] = model.score(hidden_states[tuple(last)]).squeeze(-1).float().cpu()
-    return scores
+def beam_search(model, prompts, end_ids):
+    """Returns BEAMS responses per prompt, lists of ids through their end: the likeliest that a search of this
+    width finds."""
+    if not BEAMS or not prompts:
+        return []
+    prefix = Prefix(model, prompts)
+    scores, tokens = sampling_logprobs(prefix.logits[:, -1], TEMPERATURE).topk(BEAMS)  # (prompts, BEAMS)
+    first_beams = BEAMS * torch.arange(len(prompts), device=model.device).unsqueeze(1)
+    prefix.select(torch.arange(len(prompts)).repeat_interleave(BEAMS))
+    ids = tokens.view(-1, 1)  # (prompts * BEAMS, tokens so far)
+    ends = torch.tensor(end_ids, device=model.device)
+    while ids.shape[1] < MAX_NEW_TOKENS and not torch.isin(ids[:, -1], ends).all():
+        logprobs = sampling_logprobs(prefix.read(ids[:, -1:])[:, -1], TEMPERATURE)
+        # A finished beam stays as it is: it goes on with one more end, whose probability counts as 1
+        is_finished = torch.isin(ids[:, -1], ends)
+        logprobs[is_finished] = -math.inf
+        logprobs[is_finished, end_ids[0]] = 0
+        totals = scores.view(-1, 1) + logprobs  # (prompts * BEAMS, vocabulary)
+        scores, best = totals.view(len(prompts), -1).topk(BEAMS)
+        parents = (first_beams + best // logprobs.shape[1]).flatten()
+        prefix.select(parents)
+        ids = torch.cat([ids[parents], (best % logprobs.shape[1]).view(-1, 1)], 1)
+    is_end = torch.isin(ids, ends).long()
+    lengths = (is_end.cumsum(1) == is_end).sum(1).tolist()  # through the first end
+    return [response[:length] for response, length in zip(ids.tolist(), lengths)]
 
 
-def encoder_scores(model, tokenizer, prompts, responses):
-    scores = torch.zeros(len(prompts))
-    for chunk in torch.arange(len(prompts)).split(min(64, BATCH_SIZE * GROUP_SIZE)):
-        first, second = zip(*((as_text(prompts[i]), as_text(responses[i])) for i in chunk))
-        inputs = tokenizer(list(first), list(second), padding=True, return_tensors="pt").to(model.device)
-        length = inputs["input_ids"].shape[1]
-        if length > max_positions(model):
-            fault = (
-                f"reads at most {max_positions(model)} tokens, but a prompt with its response has {length}"
+def gold_after_working(tokenizer, answer, response):
+    """Returns the working of a response as ids, and the distinct gold answers after it, lists of ids. With
+    ANSWER_FORM = "#### {answer}" these are, say, "2 + 3 = 6\\n####" and " 5<eos>". What ends a gold answer is
+    the rest of ANSWER_FORM, else EOS: so none is the beginning of another, and probabilities add up."""
+    mark, rest = ANSWER_FORM.split("{answer}")
+    mark = mark.rstrip()
+    golds = dict.fromkeys(gold.strip() for gold in gold_answers(answer) if gold.strip())
+    text = ""  # without a mark all of the response is the answer
+    if mark:
+        text = response.rpartition(mark)[0] if mark in response else response + "\n"
+    texts = [text + mark, *(text + ANSWER_FORM.replace("{answer}", gold) for gold in golds)]
+    all_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    # A token may hold the end of the mark and the beginning of an answer, as "{-" of "\boxed{-5}" does. The
+    # working ends before it for all gold answers
+    border = min(len(os.path.commonprefix([all_ids[0], ids])) for ids in all_ids)
+    end = [] if rest else [tokenizer.eos_token_id]
+    return all_ids[0][:border], [ids[border:] + end for ids in all_ids[1:]]
+
+
+def choose_verified(group):
+    """Returns the candidates of a prompt that are verified first: the best VERIFY_TOP by CHEAP_SIGNAL, and
+    VERIFY_RANDOM of the others."""
+    ranked = sorted(group, key=lambda candidate: -candidate[CHEAP_SIGNAL])  # ties stay as proposed
+    best = ranked[:VERIFY_TOP]
+    others = ranked[len(best) :]
+    generator = random.Random(f"{SEED} {group[0]['prompt_id']}")
+    return best + generator.sample(others, min(VERIFY_RANDOM, len(others)))
+
+
+def prompt_text(row):
+    """Returns the text of a prompt; of a chat, one line per message."""
+    if isinstance(row["prompt"], str):
+        return row["prompt"]
+    return "\n".join(f"{message['role']}: {message['content']}" for message in row["prompt"])
+
+
+def is_held_back(row):
+    """Returns whether a prompt is for validation. Its text decides, so equal prompts fall on one side."""
+    return zlib.crc32(f"{SEED} {prompt_text(row)}".encode()) < VALIDATION_FRACTION * 2**32
+
+
+def check_up(groups):
+    """Returns what the candidates, one list per prompt, are worth: the share of right ones by source; of
+    prompts, the share that has a right one, and that has right and wrong ones; the spread of r."""
+    values = defaultdict(list)
+    for group in groups:
+        for candidate in group:
+            for source, temperature in zip(candidate["source"], candidate["temperature"]):
+                values[f"accuracy/{source}_{temperature}".removesuffix("_None")].append(candidate["hard"])
+        hard, rewards = column(group, "hard"), shaped_rewards(group)
+        values["best_of_n_accuracy"].append(max(hard))
+        values["mixed_prompts"].append(max(hard) > min(hard))
+        values["reward_spread"].append((rewards.max() - rewards.min()).item())
+        values["candidates"].append(len(group))
+    return {name: np.mean(values[name]).item() for name in sorted(values)}
+
+
+def candidates_path(folder, number):
+    """Returns the file with the candidates of a round, counted from 1."""
+    return Path(CANDIDATES) if CANDIDATES and number == 1 else folder / f"candidates_round_{number}.parquet"
+
+
+def write_parquet(candidates, path):
+    """Writes candidates, one per row. The file is there whole or not at all."""
+    names = dict.fromkeys(chain(*candidates))
+    table = pyarrow.Table.from_pylist([dict.fromkeys(names) | candidate for candidate in candidates])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(table, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").rename(path)
+
+
+def read_candidates(path, rows):
+    """Returns the verified candidates in a file, a list per prompt. It may come from elsewhere (CANDIDATES):
+    it needs prompt_id, prompt, token_ids, hard, and what REWARD_MODE reads."""
+    row_of = {(row["id"], prompt_text(row)): row for row in rows}
+    groups = defaultdict(list)
+    for record in pyarrow.parquet.read_table(path).to_pylist():
+        row = row_of.get((record["prompt_id"], record["prompt"]))
+        if row is None:
+            raise UserError(
+                f"{path} does not fit TRAIN_DATASETS, which lack its prompt {record['prompt_id']}"
             )
-            raise UserError(f"REWARD_MODEL = {REWARD_MODEL!r} {fault}")
-        with autocast(model):
-            scores[chunk] = model(**inputs).logits.squeeze(-1).float().cpu()
-    return scores
+        if record["hard"] is not None and not record.get("eval_failed"):
+            groups[row["id"]].append({"source": [], "temperature": [], "row": row} | record)
+    return list(groups.values())
 
 
-def response_metrics(batch, scores, reward_parts):
-    """Returns means over responses, of the scores, their parts and the lengths, and the share of responses
-    that were truncated."""
-    metrics = {"reward": scores.mean().item()}
-    for name, values in reward_parts.items():
-        metrics[f"reward/{name}"] = values.mean().item()
-    metrics["response_length"] = batch.response_mask.sum(1).mean().item()
-    metrics["truncated_fraction"] = batch.truncated.float().mean().item()
-    return metrics
+# ================================================================ data
 
 
-def parameter_counts(model):
-    """Returns the number of parameters as text and, with an adapter, how many of them are trained."""
-    text = f"{model.num_parameters():,} parameters"
-    if LORA_RANK:
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        text += f", of which {trained:,} are trained,"
-    return text
-
-
-def device_and_dtype(device):
-    """Returns both as text, with a warning where a processor has no instructions for bfloat16."""
-    fast_bfloat16 = any("bf16" in name and has for name, has in torch.cpu.get_capabilities().items())
-    if DTYPE == "bfloat16" and device.type == "cpu" and not fast_bfloat16:
-        return "cpu, bfloat16 (much slower than float32 on this processor: set DTYPE=float32)"
-    return f"{device}, {DTYPE}"
-
-
-def run_summary(trainer, optimizer_steps):
-    """Returns the first lines of a run on the terminal. optimizer_steps: their number per training step."""
-    run, actor = trainer.run, trainer.actor
-    name = "/".join(Path(ACTOR_MODEL).parts[-2:])
-    end = "NUM_EPOCHS"
-    if MAX_STEPS and run.total_steps >= MAX_STEPS:
-        end = "MAX_STEPS"
-    prompts = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS
-    lines = [
-        f"{name}: {parameter_counts(actor)} on {device_and_dtype(actor.device)}; writing to {OUTPUT_DIR}",
-        f"{len(trainer.train_rows)} prompts to train on, {len(trainer.eval_rows)} held out",
-        f"Steps {run.step} to {run.total_steps}, where {end} ends the run. In each step: {prompts} prompts x "
-        f"{GROUP_SIZE} responses; optimizer steps of the policy: {optimizer_steps}",
-        memory_summary(trainer),
-        *unsuited_constants(),
-        *shipped_evaluation(trainer),
-    ]
-    return "\n".join(lines)
-
-
-def memory_summary(trainer):
-    """Returns how much memory the models take, as text: weights and, where they are trained, their gradients
-    and AdamW's two moments."""
-    models = [*trainer.models_by_constant.values(), getattr(trainer, "reward_model", None)]
-    used = 0
-    for model in filter(None, models):
-        for parameter in model.parameters():
-            number = parameter.numel() // (world_size() if is_sharded() else 1)
-            used += number * (parameter.element_size() + 12 * parameter.requires_grad)
-    device = trainer.device
-    available = math.nan  # where the system does not tell
-    if device.type == "cuda":
-        available = torch.cuda.mem_get_info(device)[1]
-    else:
-        with suppress(OSError, ValueError, AttributeError):
-            available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return (
-        f"Weights, gradients and optimizer state take {used / 2**30:.2f} GiB of the {available / 2**30:.1f} "
-        f"GiB of {device}; activations and the responses' caches come on top"
-    )
-
-
-def is_shipped(path):
-    """Returns whether a path is in the repository's data/."""
-    return Path(path).resolve().is_relative_to(Path(ROOT, "data"))
-
-
-def unsuited_constants():
-    """Returns a line about the constants that still have the value tuned for the shipped model and data,
-    though the run uses others; an empty list if there is none."""
-    if is_shipped(ACTOR_MODEL) and all(is_shipped(spec["path"]) for spec in TRAIN_DATASETS):
-        return []
-    hints = []
-    for name, (tuned, hint) in _TUNED_FOR_TINY.items():
-        fits_the_model = is_shipped(ACTOR_MODEL) and name.endswith(("RATE", "TOKENS"))
-        if globals()[name] == tuned and not fits_the_model:
-            hints.append(f"{name} = {tuned!r} ({hint})")
-    if not hints:
-        return []
-    return ["NOTE: tuned for the shipped model and data, perhaps not for yours: " + "; ".join(hints)]
-
-
-def shipped_evaluation(trainer):
-    """Returns a line if the run trains on the user's own data but is evaluated on the shipped; else an empty
-    list."""
-    trains_on_own = not all(map(is_shipped, column(TRAIN_DATASETS, "path")))
-    evaluates_on_shipped = any(map(is_shipped, column(EVAL_DATASETS, "path")))
-    if not trains_on_own or not evaluates_on_shipped or not trainer.eval_rows:
-        return []
-    hint = "set EVAL_DATASETS to held-out rows of yours, or to [] for no evaluation"
-    fault = "TRAIN_DATASETS is your own data, but EVAL_DATASETS, for evaluation, is still the shipped one"
-    return [f"NOTE: {fault}: {hint}"]
-
-
-def policy_and_step(policy):
-    """Returns a policy's folder as text and, if it is the best/ of a run, the step that it is of."""
-    for folder in (Path(policy), Path(policy).parent):
-        if (folder / "metrics.json").exists():
-            return f"{policy} (step {json.loads((folder / 'metrics.json').read_text())['step']})"
-    return str(policy)
-
-
-# ---------------------------------------------------------------- STAGE=evaluate
-
-
-@contextmanager
-def keeping_constants():
-    """Restores this file's constants after the block, or after the function that it decorates."""
-    before = {name: value for name, value in globals().items() if name.isupper()}
-    try:
-        yield
-    finally:
-        globals().update(before)
-
-
-def write_evaluation(name, settings, results, records):
-    """Writes settings and results to OUTPUT_DIR/<name>.json and records to <name>.jsonl; if there is already
-    an evaluation of that name with other settings, to <name>_2, <name>_3, ... Returns their path without the
-    ending."""
-    name = re.sub(r"[^\w.-]+", "", name)
-    settings = json.loads(json.dumps(settings))
-    path = Path(OUTPUT_DIR, name)
-    number = 1
-    while Path(f"{path}.json").exists():
-        with suppress(ValueError, AttributeError):  # a file that is not of an evaluation
-            written = json.loads(Path(f"{path}.json").read_text())
-            if all(written.get(key) == value for key, value in settings.items()):
-                break
-        number += 1
-        path = Path(OUTPUT_DIR, f"{name}_{number}")
-    if rank() == 0:
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        facts = json.dumps({**settings, **results}, indent=1)
-        write_atomically(Path(f"{path}.jsonl"), lambda tmp: tmp.write_text(lines))
-        write_atomically(Path(f"{path}.json"), lambda tmp: tmp.write_text(facts))
-    return path
-
-
-@keeping_constants()
-def evaluate_policy(trainer_class):
-    """Scores EVALUATE_POLICY on EVAL_DATASETS without training: one greedy and EVALUATE_SAMPLES sampled
-    responses per prompt. Writes OUTPUT_DIR/eval_<policy>_<data>.json, and every response to a .jsonl of that
-    name; a run in OUTPUT_DIR stays as it is. Returns {figure: {"mean", "low", "high"}}."""
-    folder = Path(OUTPUT_DIR)
-    policy = EVALUATE_POLICY
-    if not EVAL_DATASETS or MAX_EVAL_PROMPTS == 0:
-        raise UserError("STAGE = 'evaluate' needs EVAL_DATASETS, and MAX_EVAL_PROMPTS above 0 or None")
-    if policy == "best" or policy.startswith("step_"):
-        policy = str(folder / EVALUATE_POLICY / "policy")
-        if not Path(policy).exists():
-            hint = "train first, or give the folder of a model"
-            raise UserError(f"EVALUATE_POLICY = {EVALUATE_POLICY!r}: there is no {policy}: {hint}")
-    elif Path(policy).is_dir() and not (Path(policy) / "config.json").exists():
-        hint = "give best, step_N, or a folder such as checkpoints/ppo/best/policy"
-        raise UserError(f"EVALUATE_POLICY = {policy!r}: that folder holds no model (no config.json): {hint}")
-    load_rows(EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS)  # first, so that errors name this constant
-    differences = constants_unlike_the_run(folder)
-    trainer = trainer_to_evaluate(trainer_class, policy)
-    for difference in differences:
-        trainer.run.log(f"Other than in the run of {folder}: {difference}")
-    by_prompt, records = policy_scores(trainer, *trainer.respond_to(trainer.eval_rows, EVALUATE_SAMPLES))
-    figures = {}
-    for figure, values in by_prompt.items():
-        mean, (low, high) = values.mean().item(), bootstrap_interval(values.numpy())
-        figures[figure] = {"mean": mean, "low": low, "high": high}
-        trainer.run.log(f"{figure:16} {mean:.3f}   95% interval {low:.3f} to {high:.3f}")
-    settings = {"policy": policy, "datasets": EVAL_DATASETS, "prompts": len(records)}
-    settings |= {"samples": EVALUATE_SAMPLES, "temperature": TEMPERATURE, "max_new_tokens": MAX_NEW_TOKENS}
-    settings["constants"] = {name: constants()[name] for name in [*_CHANGE_SCORES, "DTYPE", "SEED"]}
-    names = ["eval", *Path(EVALUATE_POLICY).parts[-2:]]
-    for spec in EVAL_DATASETS:
-        names += [Path(spec["path"]).stem, *(spec[key] for key in ("name", "split") if spec.get(key))]
-    path = write_evaluation("_".join(names), settings, {"figures": figures}, records)
-    counts = f"{len(records)} prompts, {EVALUATE_SAMPLES} samples each"
-    trainer.run.log(f"{policy_and_step(policy)}: {counts}; written to {path}.json and .jsonl")
-    trainer.run.lock.release(force=True)
-    return figures
-
-
-# differs: which models are not needed
-def trainer_to_evaluate(trainer_class, policy):
-    """Returns a trainer with the policy as its actor. No data to train on are loaded."""
-    global STAGE, ACTOR_MODEL, LORA_RANK, TRAIN_DATASETS, MAX_TRAIN_PROMPTS
-    STAGE, ACTOR_MODEL, LORA_RANK = "evaluate", policy, 0
-    TRAIN_DATASETS, MAX_TRAIN_PROMPTS = EVAL_DATASETS, MAX_EVAL_PROMPTS
-    return trainer_class(resume_from_checkpoint="no")
-
-
-def constants_unlike_the_run(folder):
-    """Returns a line for each constant that changes scores and has another value than in the run of a
-    folder. A constant that the run was given on its command line must be given again."""
-    if not (folder / "training_config.json").exists():
-        return []
-    before = json.loads((folder / "training_config.json").read_text())["constants"]
-    now = constants()
-    lines = []
-    for name in [*_CHANGE_SCORES, "DTYPE", "SEED"]:
-        if name in before and before[name] != now[name]:
-            lines.append(f"{name} was {before[name]!r}, is {now[name]!r}")
-    return lines
-
-
-def policy_scores(trainer, greedy, sampled):
-    """Returns {figure: its value for each prompt, (prompts,)} of greedy and sampled responses, and a record
-    of each prompt with its responses."""
-    scores = trainer.score_responses(sampled)[0].view(-1, EVALUATE_SAMPLES).cpu()
-    by_prompt = {"reward": scores.double().mean(1)}
-    correct = None
-    if None not in column(greedy.rows, "answer"):
-        correct = trainer.accuracy(sampled).view(-1, EVALUATE_SAMPLES)
-        by_prompt |= {"accuracy_greedy": trainer.accuracy(greedy), "pass@1": correct.mean(1)}
-        by_prompt[f"pass@{EVALUATE_SAMPLES}"] = correct.amax(1)
-        votes = majority_votes(trainer, sampled)
-        if votes is not None:
-            by_prompt[f"majority@{EVALUATE_SAMPLES}"] = correct.gather(1, votes[:, None]).squeeze(1)
-        else:
-            fault = f"ACCURACY_FUNCTION = {ACCURACY_FUNCTION!r} cannot take a response as the answer"
-            trainer.run.log(f"NOTE: no majority@{EVALUATE_SAMPLES}: {fault}")
-    records = []
-    for i, row in enumerate(greedy.rows):
-        responses = sampled.responses[i * EVALUATE_SAMPLES : (i + 1) * EVALUATE_SAMPLES]
-        record = {"id": row["id"], "prompt": as_text(row["prompt"]), "answer": row["answer"]}
-        record |= {"greedy": greedy.responses[i], "sampled": responses, "rewards": scores[i].tolist()}
-        if correct is not None:
-            record["greedy_correct"] = by_prompt["accuracy_greedy"][i].item()
-            record["sampled_correct"] = correct[i].tolist()
-        records.append(record)
-    return by_prompt, records
-
-
-def majority_votes(trainer, batch):
-    """Returns for each prompt the index of the response that most others agree with, (prompts,). Two
-    responses agree if ACCURACY_FUNCTION finds one correct with the other as the answer. Returns None if it
-    finds none correct, not even with itself as the answer, or if it raises: it cannot compare responses."""
-    votes = []
-    can_compare = False
-    score = partial(call_reward, "ACCURACY_FUNCTION", trainer.accuracy_function)
-    for start in range(0, len(batch.responses), EVALUATE_SAMPLES):
-        responses = batch.responses[start : start + EVALUATE_SAMPLES]
-        row = copy.deepcopy(batch.rows[start])  # a judge may append to its messages
-        prompts = [row["prompt"]] * len(responses)
-        columns = {name: [value] * len(responses) for name, value in row["columns"].items()}
-        for name, values in batch.columns.items():
-            columns[name] = values[start : start + EVALUATE_SAMPLES]
-        agreement = torch.zeros(len(responses))
-        for response in responses:
-            answers = [response] * len(responses)
-            try:
-                with time_limit():
-                    agreement += score(prompts, responses, answers, columns)
-            except Exception:  # of any type: it cannot read a response as an answer
-                return None
-        can_compare = can_compare or agreement.any().item()
-        votes.append(agreement.argmax().item())
-    return torch.tensor(votes) if can_compare else None
-
-
-def bootstrap_interval(values):
-    """95% interval of the mean of values (rows,), resampling rows."""
-    generator = np.random.default_rng(0)
-    means = [generator.choice(values, len(values)).mean() for _ in range(2000)]
-    return np.quantile(means, (0.025, 0.975)).tolist()
-
-
-# ---------------------------------------------------------------- LoRA
-# Small matrices are trained beside a model's frozen weights (2106.09685).
-
-
-def load_adapted(auto_class, path, constant, device, saved, new_head):
-    """Returns the model of path, frozen and in DTYPE, with an adapter in float32: the saved one, or a new one
-    that changes nothing yet. A new head is trained whole."""
-    if is_sharded():
-        raise UserError(f"LORA_RANK = {LORA_RANK} and SHARD = 'fsdp2' do not go together: set one of them")
-    import peft  # slow
-
-    if Path(path).exists():
-        path = str(Path(path).resolve())  # the adapter's config names it
-    model = load_model(auto_class, path, constant, device, new_head, getattr(torch, DTYPE))
-    targets = LORA_TARGETS
-    if LORA_TARGETS != "all-linear":
-        targets = LORA_TARGETS.replace(" ", "").split(",")
-    config = peft.LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, lora_dropout=0.0)
-    config.task_type = "CAUSAL_LM"
-    if new_head:
-        config.task_type = "TOKEN_CLS"
-        heads = []  # such as score; a head may have several layers
-        for name, layer in model.named_children():
-            if name != model.base_model_prefix and list(layer.parameters()):
-                heads.append(name)
-        config.modules_to_save = heads
-    warnings.filterwarnings("error", "Model has .tie_word_embeddings")  # merging would change both layers
-    try:
-        model.add_adapter(config)
-    except (ValueError, UserWarning) as error:
-        raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r}: {first_line(error).rstrip('(')}") from None
-    if targets != "all-linear":
-        check_targets(model, targets)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    head = model.get_output_embeddings()
-    if head is not None:
-        # torch multiplies a view, which generate() passes, with a frozen matrix up to 350 times slower
-        head.register_forward_pre_hook(lambda module, inputs: inputs[0].contiguous())
-    config.target_modules = sorted(config.target_modules)  # a set's order differs from run to run
-    if saved:
-        load_adapter(model, saved, config)
-    return model
-
-
-def check_targets(model, targets):
-    """Every name in LORA_TARGETS must be that of a layer."""
-    adapted = [f".{name}" for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")]
-    for target in targets:
-        if not any(name.endswith(f".{target}") for name in adapted):
-            raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r}: {model.name_or_path} has no layer {target!r}")
-
-
-def load_adapter(model, saved, config):
-    """Loads the adapter of a checkpoint, which must have been trained with the same constants."""
-    import peft
-
-    if not (saved / "adapter_config.json").exists():
-        fault = f"{saved} is a whole model, which was trained with LORA_RANK = 0, not {LORA_RANK}"
-        raise UserError(f"{fault}: resume with 0, or begin anew with RESUME=no")
-    before = load_pretrained(peft.LoraConfig, saved, "RESUME")
-    same_size = (before.r, before.lora_alpha) == (config.r, config.lora_alpha)
-    if not same_size or sorted(before.target_modules) != config.target_modules:
-        changed = "LORA_RANK, LORA_ALPHA or LORA_TARGETS"
-        raise UserError(f"{saved} was trained with another {changed}: resume with the same")
-    state = load_file(saved / "adapter_model.safetensors")
-    state = {name.removeprefix("base_model.model."): x for name, x in state.items()}
-    peft.set_peft_model_state_dict(model, state)
-
-
-def merge_adapter(model):
-    """Returns a copy of a model whose adapter is added to the weights, in float32: it loads without PEFT."""
-    merged = copy.deepcopy(model).float()
-    for name, layer in list(merged.named_modules()):
-        if hasattr(layer, "get_delta_weight"):
-            layer.merge()
-            merged.set_submodule(name, layer.get_base_layer())
-    merged._hf_peft_config_loaded = False
-    del merged.peft_config
-    return merged
-
-
-# ---------------------------------------------------------------- sharding
-# Each process keeps a part of every parameter, gradient and optimizer state (FSDP2). To sample and to score,
-# a GPU must hold one whole model.
-
-_FULL = WeakSet()  # sharded models of which every process holds all parameters; see full_parameters()
-
-
-def is_sharded():
-    return SHARD == "fsdp2"
-
-
-def shard(model, device):
-    """Returns the model with its layers sharded: the other parts of a layer arrive when it is read."""
-    mesh = init_device_mesh(device.type, (world_size(),))
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing is done in place
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for module in [*layers, model]:
-        fully_shard(module, mesh=mesh)  # in float32; autocast computes in DTYPE
-        module.set_gradient_divide_factor(1.0)  # sums: losses are divided by the whole step's tokens already
-        module.set_force_sum_reduction_for_comms(True)
-    # FSDP2 takes the first module that runs for the root: let that be the model
-    with torch.no_grad():
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
-    model.reset_iter_state()
-    return model
-
-
-@contextmanager
-def full_parameters(*models):
-    """Inside the block every process holds all parameters of sharded models, and may read and sample with
-    them as often as it likes, without waiting for the others. Models that are not sharded stay as they
-    are."""
-    sharded = [model for model in models if isinstance(model, FSDPModule) and model not in _FULL]
-    if sharded and _INSIDE_RANK_MAP:  # the other processes are not here
-        raise UserError("SHARD = 'fsdp2': a reward function cannot sample with a model: set SHARD to none")
-    for model in sharded:
-        _FULL.add(model)
-        model.set_reshard_after_forward(False)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
-    yield
-    for model in sharded:
-        model.reset_iter_state()  # a prefetch that is under way would wait for the others
-        model.set_reshard_after_forward(True)
-        _FULL.discard(model)
-
-
-def full_state(state):
-    """Returns a state dict whose sharded tensors are whole, on the CPU of process 0; None on the others. All
-    processes must call it."""
-    full = {}
-    for key, value in state.items():
-        if isinstance(value, dict):
-            value = full_state(value)
-        elif isinstance(value, DTensor):
-            value = value.full_tensor()
-            value = value.cpu() if rank() == 0 else None
-        full[key] = value
-    return full
-
-
-def full_weights(model):
-    """Returns a model's state dict with whole tensors. Layers that are tied stay one tensor."""
-    state = full_state(model.state_dict())
-    for key, source in getattr(model, "all_tied_weights_keys", {}).items():
-        state[key] = state[source]
-    return state
-
-
-def load_optimizer_state(optimizer, saved):
-    """Loads what full_state() gave for an optimizer; of a sharded model every process takes its part.
-    Learning rates and the like come from the constants of now, not from the checkpoint."""
-    groups = optimizer.state_dict()["param_groups"]
-    for group, saved_group in zip(groups, saved["param_groups"]):
-        # Here "params" are the parameters' numbers. The saved ones make load_state_dict() below raise if a
-        # group has another size
-        group["params"] = saved_group["params"]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, state in saved["state"].items():
-        parameter = parameters[number]
-        for key, x in state.items():
-            if key == "exp_avg" and type(optimizer) is torch.optim.AdamW and x.shape != parameter.shape:
-                raise ValueError("its optimizer's parameters have another order or other shapes")
-            if isinstance(parameter, DTensor) and x.shape == parameter.shape:
-                mesh, placements = parameter.device_mesh, parameter.placements
-                state[key] = distribute_tensor(x.to(parameter.device), mesh, placements, src_data_rank=None)
-    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
-
-
-# ---------------------------------------------------------------- records
-
-
-def read_records(spec, where):
-    """Yields (line number from 1, record) of one data set; for a csv record, the number of its last line."""
-    try:
-        if spec["type"] == "jsonl":
-            records = enumerate(Path(spec["path"]).read_bytes().split(b"\n"), 1)
-        elif spec["type"] == "csv":
-            text = Path(spec["path"]).read_bytes().decode("utf-8-sig")
-            # strict: otherwise an unclosed quote swallows the rest of the file
-            reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-            for name in reader.fieldnames or []:
-                if name and reader.fieldnames.count(name) > 1:
-                    raise ValueError(f"its first line has the column {name!r} twice: rename one of them")
-            records = [(reader.line_num, record) for record in reader]
-        elif spec["type"] == "parquet":
-            records = enumerate(pyarrow.parquet.read_table(spec["path"]).to_pylist(), 1)
-        elif spec["type"] != "hub":
-            raise ValueError("the types are jsonl, csv, parquet and hub")
-        else:
-            import datasets  # slow
-
-            split = spec.get("split", "train")
-            records = enumerate(datasets.load_dataset(spec["path"], spec.get("name"), split=split), 1)
-    except Exception as error:  # the libraries raise many types
-        line = ""
-        if isinstance(error, csv.Error):
-            line = f" line {reader.reader.line_num}"
-        raise UserError(f"{where}{line}: cannot be read as {spec['type']} ({first_line(error)})") from None
-    for number, record in records:
-        if spec["type"] == "csv":
-            if None in (*record, *record.values()):
-                fault = "its number of fields differs from the first line's: quote commas"
-                raise UserError(f"{where} line {number}: {fault}")
-            record = {key: text or None for key, text in record.items()}
+def load_rows(specs, tokenizer):
+    """Returns the rows of data sets, see make_row(), without prompts longer than MAX_PROMPT_TOKENS."""
+    rows = []
+    for position, spec in enumerate(specs, 1):
+        where = f"the data set {spec}"
         try:
-            if not isinstance(record, bytes):
-                yield number, record
-            elif record.strip():
-                yield number, dict(json.loads(record.decode("utf-8-sig")))
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{where} line {number}: not a JSON object ({error}); correct it") from None
+            for number, record in enumerate(read_records(spec), 1):
+                where = f"{position}/{Path(spec['path']).name}:{number}"
+                if None in record:  # csv puts the fields there that the first line has no name for
+                    raise ValueError("more fields than the first line")
+                answer = record[spec["output"]] if "output" in spec else None
+                rows.append(make_row(tokenizer, record[spec["input"]], answer, where, record))
+                where = f"after {where}"  # if the next record cannot be read
+        except Exception as error:  # the libraries raise many types
+            raise UserError(f"{where}: {type(error).__name__}: {first_line(error)}") from None
+    kept = [row for row in rows if len(row["ids"]) <= MAX_PROMPT_TOKENS]
+    if len(kept) < len(rows) and rank == 0:
+        print(f"left out {len(rows) - len(kept)} of {len(rows)} prompts, longer than MAX_PROMPT_TOKENS")
+    if specs and not kept:
+        raise UserError(f"no prompt of {specs} has at most MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS} tokens")
+    return kept
 
 
-def look_up(record, path, where):
-    """Returns the value at a path such as "answers.text" in nested records."""
-    keys = path.split(".")
-    if path in record:
-        keys = [path]
-    value = record
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    if value is None:
-        fault = f"there is no value for column {path!r}"
-        if path.split(".")[0] not in record:
-            fault += f"; the row has {sorted(record)}"
-        raise UserError(f"{where}: {fault}")
-    return value
+def read_records(spec):
+    """Yields the records of a data set, dicts by column. Texts stay as the file has them."""
+    path, file_type = spec["path"], spec["type"]
+    if file_type == "jsonl":
+        text = Path(path).read_text(encoding="utf-8-sig")
+        if text.lstrip().startswith("["):  # an array of records
+            yield from json.loads(text)
+        else:
+            yield from (json.loads(line) for line in text.split("\n") if line.strip())
+    elif file_type == "csv":
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            yield from csv.DictReader(file, strict=True)  # strict: an open quote does not swallow the rest
+    elif file_type == "parquet":
+        yield from pyarrow.parquet.read_table(path).to_pylist()
+    elif file_type == "hub":
+        import datasets  # slow
+
+        yield from datasets.load_dataset(path, spec.get("name"), split=spec.get("split", "train"))
+    else:
+        raise ValueError("the types are jsonl, csv, parquet and hub")
 
 
-def cell_text(value, where):
-    """Returns a text of a file; a number becomes text, and so do JSON's true and false."""
-    if isinstance(value, bool):
-        return json.dumps(value)
-    if not isinstance(value, (str, int, float)) or value != value:  # NaN
-        raise UserError(f"{where} must be a text or a number, not {repr(value)[:80]}: correct or delete it")
-    return str(value)
+def make_row(tokenizer, prompt, answer=None, row_id="the prompt", columns=None):
+    """Returns a row: its id, prompt (a text or a chat), answer (a text, a list of texts or None), all columns
+    of the data, and the prompt's token ids."""
+    if isinstance(answer, dict):
+        raise ValueError(f"the answer {answer} is a record: name a column of texts or numbers")
+    if answer is not None:
+        answer = [str(x) for x in answer if x is not None] if isinstance(answer, list) else str(answer)
+    ids = encode(tokenizer, prompt)
+    return {"id": row_id, "prompt": prompt, "answer": answer, "columns": columns or {}, "ids": ids}
 
 
-def cell_texts(value, where):
-    """Returns a list of texts; a single one becomes a list."""
-    if not isinstance(value, list) or not value:
-        value = [value]
-    return [cell_text(item, where) for item in value]
+def encode(tokenizer, prompt, response=None):
+    """Returns the ids of a prompt, a text or a chat, with its response if given, in the chat template."""
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": PROMPT_TEMPLATE.replace("{input}", prompt)}]
+    else:  # parquet and json fill absent keys with None
+        messages = [{key: x for key, x in message.items() if x is not None} for message in prompt]
+    if SYSTEM_PROMPT is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": SYSTEM_PROMPT})
+    if tokenizer.chat_template:
+        if response is not None:
+            messages.append({"role": "assistant", "content": response})
+        options = {"add_generation_prompt": response is None, "return_dict": True}
+        return tokenizer.apply_chat_template(messages, **options)["input_ids"]
+    if not isinstance(prompt, str) or len(messages) > 1:
+        raise UserError("chats and SYSTEM_PROMPT need a tokenizer with a chat template")
+    text = messages[0]["content"]
+    if response is not None:
+        text += response + tokenizer.eos_token
+    ids = tokenizer(text)["input_ids"]
+    if response is None and ids[-1:] == [tokenizer.eos_token_id]:  # some append EOS to every text
+        ids = ids[:-1]
+    if not ids:
+        raise ValueError("a prompt without a token")
+    return ids
 
 
 def column(rows, field):
-    """Returns one field of all rows, a list."""
     return [row[field] for row in rows]
 
 
-def repeat_each(rows, count):
-    """Returns each row `count` times, one after another, a list."""
-    return [row for row in rows for _ in range(count)]
+def join(batches):
+    """Returns one batch of the rows of all."""
+    fields = {}
+    for name in vars(batches[0]):
+        values = [vars(batch)[name] for batch in batches]
+        fields[name] = torch.cat(values) if torch.is_tensor(values[0]) else list(chain(*values))
+    return SimpleNamespace(**fields)
 
 
-def next_rows(rows, state, count):
-    """Returns the next `count` rows, fewer at the end of an epoch. state.order is this epoch's
-    permutation."""
-    if state.cursor == 0:
-        state.epoch += 1
-        state.order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED + state.epoch))
-    chosen = state.order[state.cursor : state.cursor + count].tolist()
-    state.cursor = (state.cursor + len(chosen)) % len(rows)
-    return [rows[i] for i in chosen]
+def reward_arguments(batch):
+    """Returns what reward functions take: prompts, responses, answers, and the data's columns by name."""
+    names = {name for row in batch.rows for name in row["columns"]} - {"prompts", "responses", "answers"}
+    columns = {name: [row["columns"].get(name) for row in batch.rows] for name in names}
+    columns["response_ids"] = batch.response_ids
+    return column(batch.rows, "prompt"), batch.texts, column(batch.rows, "answer"), columns
 
 
-# ---------------------------------------------------------------- rewards
-
-
-def resolve_rewards(functions, constant):
-    """Returns [(name, function, weight)] of pairs (function or its name in rewards/, weight). A name that
-    occurs again, such as <lambda>, gets a number."""
-    resolved = []
-    counts = Counter()
-    for pair in functions:
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise UserError(f"{constant} takes pairs (function or name in rewards/, weight), not {pair!r}")
-        function, weight = pair
-        if not isinstance(weight, (int, float)):
-            raise UserError(f"{constant}: the weight of {function!r} is a number, not {weight!r}")
-        if isinstance(function, str):
-            function = getattr(rewards, function, None)
-        if not callable(function):
-            raise UserError(f"{constant}: rewards/ has no function {pair[0]!r}")
-        name = json_name(function)
-        counts[name] += 1
-        if counts[name] > 1:
-            name = f"{name}_{counts[name]}"
-        resolved.append((name, function, float(weight)))
-    return resolved
-
-
-@contextmanager
-def time_limit():
-    """Ends the program, and shows where it hangs, if the block takes longer than REWARD_TIMEOUT seconds."""
-    if REWARD_TIMEOUT and sys.__stderr__:  # sys.stderr may be a notebook's, without a file
-        faulthandler.dump_traceback_later(REWARD_TIMEOUT, exit=True, file=sys.__stderr__)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-def call_reward(name, function, prompts, responses, answers, columns=None):
-    """Calls a reward function and returns its values, (rows,). Its fourth and later parameters get the data
-    columns of their names."""
-    columns = columns or {}
-    signature = inspect.signature(function)
-    first = [*signature.parameters][:3]  # these are passed by position
-    takes_all = any(p.kind == p.VAR_KEYWORD for p in signature.parameters.values())
-    taken = {*first, "self"}  # a column named self would be a method's first argument
-    named = {k: v for k, v in columns.items() if k not in taken and (takes_all or k in signature.parameters)}
-    try:
-        signature.bind(prompts, responses, answers, **named)
-    except TypeError as error:
-        call = "it is called with prompts, responses, answers and, by their names, columns of the data"
-        raise UserError(f"{name}: {error}; {call}; the columns of these rows are {sorted(columns)}") from None
-    try:
-        values = function(prompts, responses, answers, **named)
-        if isinstance(values, Iterator):  # a generator
-            values = list(values)
-    except Exception as error:
-        if isinstance(error, ValueError) and getattr(function, "__module__", None) == rewards.__name__:
-            raise UserError(str(error)) from None  # it says what its data must have
-        if not isinstance(error, UserError) and not hasattr(error, "__notes__"):  # not noted yet
-            error.add_note(f"(raised by the reward function {name})")
-        raise
-    return check_scores(name, values, len(responses))
-
-
-def check_scores(name, values, count):
-    """Returns the values as a float32 tensor (count,). Anything else is a mistake of the reward function."""
-    if inspect.isawaitable(values) or inspect.isasyncgen(values):
-        if inspect.iscoroutine(values):
-            values.close()  # otherwise Python warns that it was never awaited
-        hint = "make it a plain function; rewards.threaded() makes many calls at a time"
-        raise UserError(f"{name} is async: {hint}")
-    try:
-        scores = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        returned = repr(values)[:80]
-        if isinstance(values, (list, tuple)):
-            returned += f", a {type(values).__name__} of {len(values)} values"
-        returned += ", which cannot be read as numbers"
-    else:
-        if scores.shape == (count,) and scores.isfinite().all():
-            return scores
-        returned = f"{repr(values)[:80]}, of shape {tuple(scores.shape)}"
-    raise UserError(f"{name} must return {count} finite numbers, one per response; it returned {returned}")
-
-
-def reward_chunks(rows):
-    """Returns slices of the rows, one for each call of a reward function, with at most BATCH_SIZE *
-    GROUP_SIZE rows. Responses to one prompt, which are neighbours and share one row object, stay together
-    even where they are more: a reward function may compare them."""
-    chunks = []
-    start = end = 0
-    for _, group in itertools.groupby(rows, key=id):  # rows of one prompt are one object
-        group_size = len(list(group))
-        if end > start and end + group_size - start > BATCH_SIZE * GROUP_SIZE:
-            chunks.append(slice(start, end))
-            start = end
-        end += group_size
-    return [*chunks, slice(start, end)]
-
-
-def score_over_ranks(trainer, function_name, function, batch):
-    """Calls a reward function with one chunk of a batch's responses at a time; the processes share the calls.
-    Returns the scores and {part: values (rows,)} of what the function left in trainer.reward_parts."""
-
-    def score_chunk(chunk):
-        rows = [copy.deepcopy(row) for row in batch.rows[chunk]]  # a judge may append to its messages
-        records = column(rows, "columns")
-        columns = {name: column(records, name) for name in records[0]}
-        for name, values in batch.columns.items():
-            columns[name] = copy.deepcopy(values[chunk])
-        prompts, responses, answers = column(rows, "prompt"), batch.responses[chunk], column(rows, "answer")
-        trainer.reward_parts = {}
-        with time_limit():
-            scores = call_reward(function_name, function, prompts, responses, answers, columns)
-        reward_parts = {}
-        for part, values in trainer.reward_parts.items():
-            reward_parts[part] = check_scores(f"reward_parts[{part!r}]", values, len(scores))
-        return scores, reward_parts
-
-    scores, chunk_parts = zip(*map_over_ranks(reward_chunks(batch.rows), score_chunk))
-    for reward_parts in chunk_parts:
-        if different := reward_parts.keys() ^ chunk_parts[0].keys():
-            part = sorted(different)[0]
-            hint = "in some calls only: set it in every call"
-            raise UserError(f"{function_name} sets reward_parts[{part!r}] {hint}")
-    reward_parts = {}
-    for part in chunk_parts[0]:
-        reward_parts[part] = torch.cat([values[part] for values in chunk_parts])
-    return torch.cat(scores), reward_parts
-
-
-# ---------------------------------------------------------------- processes
-
-
-def rank():
-    """Returns the number of this process, from 0. Process 0 alone asks, writes and prints."""
-    return int(os.environ.get("RANK", 0))
-
-
-def world_size():
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def find_device():
-    """Returns the device that DEVICE names; each process of a machine gets a GPU of its own."""
-    join_processes()
-    best = "cpu"
-    if torch.cuda.is_available():
-        best = "cuda"
-    elif torch.backends.mps.is_available() and world_size() == 1:  # gloo does not know mps
-        best = "mps"
-    name = best if DEVICE == "auto" else DEVICE
-    if name == "cuda" and world_size() > 1:
-        name = f"cuda:{os.environ['LOCAL_RANK']}"
-    try:
-        device = torch.zeros(1, device=name).device
-    except (RuntimeError, AssertionError):
-        raise UserError(f"DEVICE = {name!r} is not available; auto takes {best}, one per process") from None
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
+# ================================================================ processes
 
 
 def join_processes():
-    """Joins the process group that torchrun started, and checks that all processes have the same
-    constants."""
-    if dist.is_initialized() or (world_size() == 1 and not is_sharded()):
-        return
-    if "MASTER_ADDR" not in os.environ:
-        raise UserError("SHARD = 'fsdp2' needs torchrun --nproc_per_node=N, for one process too")
-    os.environ.setdefault("NCCL_ALGO", "Ring")  # always adds in the same order
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    wait = timedelta(seconds=PROCESS_TIMEOUT)
-    store = next(dist.rendezvous("env://", timeout=wait))[0]
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        # After a restart by torchrun the keys of the failed attempt are still there: the prefix hides them.
-        # Several machines may count restarts differently, so there it is left out
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    dist.init_process_group(backend, store=store, timeout=wait, world_size=world_size(), rank=rank())
-    fingerprints = all_gather(run_fingerprint())
-    for name, value in fingerprints[0].items():
-        if any(other.get(name) != value for other in fingerprints):
-            raise UserError(f"{name} differs between the processes: make it the same")
+    """Joins torchrun's processes and asks for kernels that add in a fixed order. Returns the device."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
+    best = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    name = best if DEVICE == "auto" else DEVICE
+    if name.startswith("cuda:"):
+        torch.cuda.set_device(name)
+    if world_size > 1 and not dist.is_initialized():
+        dist.init_process_group()
+    return torch.device(name)
 
 
-def all_gather(value=None):
-    """Returns the values of all processes, a list by rank. Tensors of other processes come to the CPU."""
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * world_size()
-    dist.all_gather_object(values, tree_map_only(torch.Tensor, torch.Tensor.cpu, value))
+def share(items):
+    """Returns this process's share of a list or tensor."""
+    return items[rank * len(items) // world_size : (rank + 1) * len(items) // world_size]
+
+
+def all_gather(value):
+    """Returns the values of all processes, a list by rank."""
+    values = [value] * world_size
+    if world_size > 1:
+        dist.all_gather_object(values, value)
     return values
 
 
-def broadcast_from_rank0(function):
-    """Returns what function() returns on process 0, which alone calls it."""
-    value = function() if rank() == 0 else None
-    return all_gather(value)[0]
-
-
 def progress(items, unit):
-    """Yields the items. On a terminal process 0 shows a progress bar, which vanishes at the end; without a
-    terminal it prints a line about every 30 seconds."""
-    if rank() > 0 or len(items) == 1:  # a single item is not worth a bar
-        yield from items
-    elif sys.stdout.isatty():
-        yield from tqdm(items, unit=f" {unit}", leave=False, file=sys.stdout, dynamic_ncols=True)
-    else:
-        started = printed = time.perf_counter()
-        for done, item in enumerate(items):
-            now = time.perf_counter()
-            if done and now - printed > 30:
-                printed = now
-                time_left = tqdm.format_interval((now - started) / done * (len(items) - done))
-                print(f"{done} of {len(items)} {unit}, {time_left} left", flush=True)
-            yield item
+    """Shows a progress bar on a terminal, which vanishes at the end."""
+    return tqdm(items, unit=f" {unit}", leave=False, file=sys.stdout, disable=None if rank == 0 else True)
 
 
-_INSIDE_RANK_MAP = []  # not empty while this process computes its share in map_over_ranks()
-
-
-def map_over_ranks(items, compute):
-    """Returns [compute(item)] in the order of the items. Each is computed by one process and sent to all. A
-    call inside compute(), such as a reward that samples, is not shared again."""
-    if _INSIDE_RANK_MAP or world_size() == 1:
-        return [compute(item) for item in progress(items, "batches")]
-    _INSIDE_RANK_MAP.append(compute)
-    mine = [compute(item) for item in progress(items[rank() :: world_size()], "batches")]
-    _INSIDE_RANK_MAP.pop()
-    results = all_gather(mine)  # of N processes, i % N has item i in place i // N
-    return [results[i % world_size()][i // world_size()] for i in range(len(items))]
-
-
-def get_rng_state():
-    """Returns the states of Python's, NumPy's and torch's generators, as plain types."""
-    name, keys, *rest = np.random.get_state()
-    state = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
-    state["torch"] = torch.get_rng_state().tolist()
-    if torch.cuda.is_initialized():  # for functions of yours that draw there
-        state["cuda"] = torch.cuda.get_rng_state().tolist()
-    return state
-
-
-def set_rng_state(state):
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(torch.ByteTensor(state["torch"]))
-    if "cuda" in state and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(torch.ByteTensor(state["cuda"]))
-
-
-def seed_everything(seed):
-    """Seeds all generators, and asks for kernels that always add in the same order."""
-    with suppress(ImportError):  # transformers imports it during a run, and its import draws a random number
-        import sklearn.metrics  # noqa: F401
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
-
-
-# ---------------------------------------------------------------- files and checkpoints
-
-
-def fsync(path):
-    handle = os.open(path, os.O_RDONLY)  # works for folders too
-    os.fsync(handle)
-    os.close(handle)
-
-
-def file_digest(path):
-    with open(path, "rb") as file:
-        return {"size": os.path.getsize(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def write_atomically(path, write):
-    """write(tmp) writes a file, or a folder with its files; then it is synced to the disk and renamed to
-    `path`, which is therefore there whole or not at all. A folder that stands there already is renamed first;
-    if the program is killed between the two renames, finish_replacing() brings it back."""
-    tmp = path.with_name(path.name + ".tmp")
-    old = path.with_name(path.name + ".old")
-    try:
-        write(tmp)
-        for written in [*tmp.rglob("*"), tmp]:
-            fsync(written)
-        if path.is_dir():
-            os.rename(path, old)
-        os.rename(tmp, path)
-        fsync(path.parent)
-        shutil.rmtree(old, ignore_errors=True)
-    except Exception as error:
-        shutil.rmtree(tmp, ignore_errors=True)
-        finish_replacing(path)
-        # The disk's errors are OSErrors, but torch.save and safetensors raise types of their own
-        if not isinstance(error, OSError) and not re.search("inline_container|os error", str(error)):
-            raise
-        hint = "make room and start again; training continues from the last good checkpoint"
-        raise UserError(f"{path} could not be saved ({first_line(error)}): {hint}") from None
-
-
-def finish_replacing(folder):
-    """Brings back the folder that write_atomically() was replacing when the program was killed."""
-    old = folder.with_name(folder.name + ".old")
-    if old.exists() and not folder.exists():
-        os.rename(old, folder)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def checkpoint_error(folder):
-    """Returns why a checkpoint cannot be trusted, or None. Its files must be those of its manifest."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        for name in ("training_state.pt", *manifest):
-            if file_digest(folder / name) != manifest[name]:
-                return f"{name} is not the file that was saved"
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        return first_line(error)
-    return None
-
-
-def check_state(state):
-    """Refuses a field of the state that load_checkpoint() could not read, because it would end every
-    resume."""
-    for name, value in state.items():
-        buffer = io.BytesIO()
-        try:
-            torch.save(value, buffer)
-            buffer.seek(0)
-            torch.load(buffer, weights_only=True)
-        except Exception:  # pickle and torch raise many types
-            types = "numbers, texts, lists, tuples, dicts and tensors"
-            fault = f"is of type {type(value).__name__}, but a checkpoint takes {types}"
-            raise UserError(f"self.state.{name} {fault}") from None
-
-
-def list_checkpoints(output_dir):
-    """Returns [(N, path of step_N)] of a run, oldest first."""
-    checkpoints = {}
-    for path in Path(output_dir).glob("step_*"):
-        number = path.name.removeprefix("step_")
-        if number.isdecimal():
-            checkpoints[int(number)] = path
-    return sorted(checkpoints.items())
-
-
-def choose_checkpoint(resume, output_dir, log):
-    """Returns the checkpoint to resume from, or None to start from the beginning. Asks at a terminal if
-    resume is "ask"."""
-    if resume == "no":
-        return None
-    is_path = resume not in ("ask", "yes")
-    if is_path and not Path(resume).exists():
-        raise UserError(f"RESUME = {resume!r}: no such folder. It takes ask, yes, no, or a checkpoint or run")
-    run = resume if is_path else output_dir
-    checkpoints = list_checkpoints(run)
-    if is_path and not checkpoints:
-        checkpoints = [(0, Path(resume))]
-    for _, folder in reversed(checkpoints):
-        if error := checkpoint_error(folder):
-            log(f"WARNING: skipping the broken checkpoint {folder}: {error}")
-            continue
-        log(f"Found checkpoint: {folder}")
-        if resume != "ask" or world_size() > 1 or not sys.stdin.isatty():
-            log("Resuming from it (RESUME=no starts a new run)")
-            return folder
-        reply = ""
-        while reply not in ("y", "n"):
-            reply = input("Resume training from it? (y/n): ").strip().lower()[:1]
-        return folder if reply == "y" else None
-    if checkpoints:
-        hint = "repair one, or set RESUME=no, which moves the old run aside"
-        raise UserError(f"no checkpoint in {run} is whole: {hint}")
-    return None
-
-
-def archive_old_run(paths, output_dir, log):
-    """Moves what a new start would overwrite to OUTPUT_DIR/old_<time>/."""
-    if not paths:
-        return
-    archive = Path(output_dir) / f"old_{datetime.now():%Y%m%d_%H%M%S_%f}"
-    archive.mkdir(exist_ok=True)
-    for path in paths:
-        os.rename(path, archive / path.name)
-    names = ", ".join(sorted(path.name for path in paths))
-    log(f"Moved {names} of an earlier run to {archive}")
-
-
-# ---------------------------------------------------------------- schedule and plots
-
-
-def learning_rate_scale(steps_done, total, warmup, schedule, halvings):
-    """Returns the factor of the learning rate after steps_done steps: linear warm-up, then the schedule (None
-    stays at 1)."""
-    if steps_done < warmup:
-        return (steps_done + 1) / warmup
-    done = (steps_done - warmup) / max(1, total - warmup)
-    if schedule == "linear":
-        return 1 - done
-    if schedule == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * done))
-    if schedule == "plateau":
-        return 0.5**halvings
-    return 1.0
-
-
-def read_metrics(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
-def varies(records, keys, phases):
-    """Returns whether a plot of these metrics shows something: in the records of the phases one of them has
-    different values, or was logged only once."""
-    for key in keys:
-        values = []
-        for record in records:
-            if record["phase"] in phases and record.get(key) is not None:
-                values.append(record[key])
-        if len(values) == 1 or len(set(values)) > 1:
-            return True
-    return False
-
-
-def plot_metric(axis, records, phase, key, color, label):
-    """Plots a metric by step. Training: each step faint, and the rolling mean. Evaluation: points, and a
-    dashed line at the first one. line_styles() returns a legend's lines for them."""
-    points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
-    axis.xaxis.get_major_locator().set_params(integer=True)
-    if not points:
-        return
-    x, y = np.array(points, dtype=float).T
-    if phase == "train":
-        window = max(1, len(y) // 12)
-        rolling = [y[max(0, i - window) : i].mean() for i in range(1, len(y) + 1)]
-        axis.plot(x, y, color=color, alpha=0.25)
-        axis.plot(x, rolling, color=color, label=label)
-        if len(x) == 1:  # a line of one point is not seen
-            axis.plot(x, y, ".", color=color)
-    else:
-        axis.plot(x, y, "o-", color=color, markersize=4, linewidth=0.8, label=label)
-        axis.axhline(y[0], color=color, linestyle="--", linewidth=0.8)
-
-
-def line_styles(axis, names):
-    """Returns empty lines whose labels say what plot_metric() draws. names: what each phase shows."""
-    train, held_out = names["train"], names["eval"]
-    return [
-        *axis.plot([], [], color="C0", alpha=0.25, label=f"{train}, each step"),
-        *axis.plot([], [], color="C0", label=f"{train}, mean over 1/12 of the steps"),
-        *axis.plot([], [], "o-", color="C1", markersize=4, linewidth=0.8, label=held_out),
-        *axis.plot([], [], "--", color="C1", linewidth=0.8, label=f"{held_out}, first evaluation"),
-    ]
-
-
-def draw_plot(records, path, title, panels, names):
-    """Draws a grid of panels, each (y label, metrics), without those in which nothing changes. names: what
-    each phase shows, {"train": ..., "eval": ...}."""
-    panels = [panel for panel in panels if varies(records, panel[1], names)] or panels
-    if not panels:
-        return
-    height = math.ceil(len(panels) / 3)
-    figure = Figure(figsize=(9.5, 1.4 + 2.2 * height))
-    inch = 1 / figure.get_figheight()  # margins by hand: matplotlib's own layouts take 1.5 times as long
-    figure.subplots_adjust(0.08, 0.5 * inch, 0.99, 1 - 1.0 * inch, wspace=0.36, hspace=0.36)
-    figure.suptitle(title, y=1 - 0.1 * inch)
-    for number, (label, keys) in enumerate(panels, 1):
-        if label in ("entropy", "kl", "approx_kl"):
-            label += " (nats per token)"
-        if label == "response_length":
-            label += " (tokens)"
-        axis = figure.add_subplot(height, 3, number, xlabel="training step", ylabel=label)
-        axis.grid(alpha=0.3)
-        axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
-        for i, key in enumerate(keys):
-            labels = names
-            if len(keys) > 1:
-                labels = {"train": key, "eval": key}
-            plot_metric(axis, records, "train", key, f"C{2 * i}", labels["train"])
-            plot_metric(axis, records, "eval", key, f"C{2 * i + 1}", labels["eval"])
-        if len(axis.get_legend_handles_labels()[0]) > 1:
-            axis.legend(fontsize=8)
-    lines = line_styles(axis, names)
-    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 1 - 0.3 * inch)}
-    figure.legend(handles=lines, ncols=2, fontsize=9, **place)
-    write_atomically(path, partial(figure.savefig, format="png", dpi=120))
-
-
-# ---------------------------------------------------------------- the run
-
-
-def as_numbers(metrics):
-    """Returns {name: number} of metrics that may be tensors or NumPy numbers."""
-    numbers = {}
-    for name, value in metrics.items():
-        if hasattr(value, "tolist"):
-            value = value.tolist()
-        if not isinstance(value, (int, float)):
-            raise TypeError(f"the metric {name!r} must be one number, not {value!r}")
-        numbers[name] = value
-    return numbers
-
-
-def without_nan(record):
-    """Returns a record with None for each number that is not finite, which JSON does not have."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-
-
-def model_name(path):
-    """Returns the last folder names of a path, by which a model is known after a move: one or, where the last
-    is policy or reward_model, three, such as sft/best/policy."""
-    parts = Path(str(path)).parts
-    return parts[-3:] if parts[-1] in ("policy", "reward_model") else parts[-1:]
+# ================================================================ the run's files
 
 
 class Run:
-    """One run in OUTPUT_DIR: its lock, logs, plots, checkpoints, signals and counters. The trainer's train()
-    decides when it evaluates and saves."""
+    """The files of one run in OUTPUT_DIR, which process 0 writes, and the signals that end the run."""
 
-    checkpointed_fields = ("step", "evaluated_at", "best_value", "patience_value", "evals_since_best")
-    checkpointed_fields += ("halvings", "skipped", "log_lines", "wandb_id", "evaluation", "is_stopped")
-
-    def __init__(self, name, resume, device):
-        self.name = name
-        self.title = name  # of the plots
-        self.panels = []  # of the algorithm's plot: (label, metrics)
-        self.missing_metrics = []  # of the panels; logged once
-        self.phase_names = {"train": "training", "eval": "held out"}  # of the plots
-        self.device = device
-        # A new run moves these of an earlier one aside
-        self.old_files = ["logs", "step_*", "best", "training_config.json", "training_metrics_*.png"]
-        self.old_files += ["eval_*", f"{name}_*.png"]
-        self.best_by = ["reward"]  # best/ and patience follow the first of these that evaluate() returns
-        self.logs = {"metrics.jsonl": None, "samples.jsonl": None}  # {name: file, open while training}
-        self.log_lines = {}  # {name: lines in it when the checkpoint was saved}
-        self.text_log = None  # file of what log() prints
-        self.has_changed = False  # whether the run resumes with other constants
-        self.has_other_scores = False  # a changed constant is in _CHANGE_SCORES; best/ has the earlier scores
-        self.has_failed = False  # True while train() runs, and after it ended with an error
-        self.unwritten = []  # what log() printed before that file was open
-        self.step = 0  # the current step, from 1; between steps, how many are done
-        self.total_steps = 0
-        self.clock = None  # for time_left(): when this train() began its first step, and the steps before it
-        self.reset_best()
-        self.evaluation = {}  # the last one's metrics
-        self.skipped = 0  # optimizer steps in a row that were not finite
-        self.times = {}  # seconds of this step, by activity
-        self.wandb = self.wandb_id = None
-        self.signal = None  # received by this process
-        self.stop_signal = None  # by which all processes agreed to stop
+    def __init__(self, resume):
+        self.folder = Path(OUTPUT_DIR).absolute()  # once: a reward function may change the working directory
+        self.logs = {}
+        self.wandb = None
+        self.signal = 0
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        tqdm.set_lock(threading.RLock())  # tqdm's own lock starts a process on some systems
-        self.folder = Path(OUTPUT_DIR)
-        self.lock = filelock.FileLock(self.folder / ".lock", thread_local=False, is_singleton=True)
-        if rank() == 0:
-            self.take_lock()
-            for old in [*self.folder.glob("best.old"), *self.folder.glob("step_*.old")]:
-                finish_replacing(old.with_suffix(""))
-        choose = partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.log)
-        self.checkpoint = broadcast_from_rank0(choose)  # to resume from; later the last that was saved
-        if self.checkpoint:
-            trainer = json.loads((self.checkpoint / "config.json").read_text()).get("trainer", name)
-            if trainer != name:
-                hint = "set another OUTPUT_DIR or, to begin anew, RESUME=no"
-                raise UserError(f"{self.checkpoint} is of the trainer {trainer!r}, not {name!r}: {hint}")
-        seed_everything(SEED)
-
-    def reset_best(self):
-        """Forgets earlier evaluations: nothing is best yet."""
-        self.evaluated_at = -1  # the step of the last evaluation
-        self.best_value = -math.inf  # the highest so far, whose policy is in best/
-        self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
-        self.evals_since_best = 0  # evaluations since patience_value rose
-        # You may set this to True, on all processes: then this step is the last, also after a restart. To go
-        # on nevertheless, set it to False before train()
-        self.is_stopped = False
-        self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
-
-    def take_lock(self):
-        """Keeps other processes out of OUTPUT_DIR. The lock ends with this process, even by SIGKILL."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            self.lock.acquire(blocking=False)
-        except filelock.Timeout:
-            raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} is in use by another run: set another") from None
-
-    def register(self, state, models, optimizers, tokenizer):
-        """Names what a checkpoint holds: state, a namespace of plain values and tensors; models and
-        optimizers by name; the tokenizer, if any. When the run resumes, state and optimizers get what the
-        checkpoint holds; models must have been loaded from it."""
-        self.state = state
-        self.models = models
-        self.optimizers = optimizers
-        self.tokenizer = tokenizer
-        if self.checkpoint:
-            self.load_checkpoint(self.checkpoint)
-
-    # ------------------------------------------------------------ the loop
-
-    @contextmanager
-    def session(self, summary):
-        """Wraps the whole training: opens the files, catches signals, and saves a checkpoint at the end."""
-        if self.has_failed:
-            raise RuntimeError(
-                "the last train() failed after its checkpoint: make a new trainer, which resumes"
-            )
-        self.signal = None
-        self.clock = None
-        if rank() == 0:
-            self.open_files()
-        self.best_value = all_gather(self.best_value)[0]  # open_files() may have reset it on process 0
-        self.log(summary)
-        handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
-        self.has_failed = True  # until the end is reached
-        try:
-            yield
-            self.agree_on_stop()
-            self.save()
-            self.has_failed = False
-            self.log(self.final_message())
-            if self.wandb:
-                self.wandb.finish()
-            all_gather()  # wait: torchrun would end the processes that are still writing
-        finally:
-            self.lock.release(force=True)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        self.lock = filelock.FileLock(f"{self.folder}.lock", is_singleton=True)
+        checkpoint = None
+        if rank == 0:
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            self.lock.acquire(timeout=0)  # fails if another run writes into OUTPUT_DIR
+            checkpoint = choose_checkpoint(self.folder, resume)
+            print(f"Loading {ACTOR_MODEL}; writing to {self.folder}", flush=True)
+        self.checkpoint = all_gather(checkpoint)[0]
 
     def on_signal(self, number, frame):
-        """Ctrl-C and SIGTERM end the run after the current step; a second Ctrl-C ends it at once."""
-        if self.signal and number == signal.SIGINT:
-            os._exit(130)
+        """Ctrl-C and SIGTERM end the run after the current step; a second one ends it at once."""
         self.signal = number
-        if rank() == 0:
-            print("\nStopping after this step, then saving; Ctrl-C again stops at once", flush=True)
+        signal.signal(number, signal.SIG_DFL)
+        print("\nStopping after this step, then saving; again stops at once", flush=True)
 
-    def agree_on_stop(self):
-        """Returns whether any process got a signal. Also checks that the random generators of all processes
-        are in the same state."""
-        rng_state = get_rng_state()
-        rng_state.pop("cuda", None)  # a GPU draws for its micro-batches alone
-        signals, rng_states = zip(*all_gather((self.signal or 0, repr(rng_state))))
-        if len(set(rng_states)) > 1:
-            hint = "give your functions a generator of their own"
-            raise UserError(f"the processes drew different random numbers: {hint}")
-        self.stop_signal = max(signals) or None
-        return self.stop_signal is not None
-
-    def needs_first_evaluation(self):  # all processes must call it
-        return self.evaluated_at < 0 and not self.is_over()
-
-    def next_step(self):
-        """Begins the next step and returns True; returns False after the last step, a signal, or when
-        patience has run out."""
-        if self.is_over():
-            return False
-        if self.clock is None:
-            self.clock = (time.perf_counter(), self.step)
-        self.step += 1
-        self.times = {}
-        return True
-
-    def is_over(self):  # all processes must call it
-        stopped = self.agree_on_stop()
-        out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
-        return stopped or out_of_patience or self.is_last_step()
-
-    def is_last_step(self):
-        return self.is_stopped or self.step >= self.total_steps
-
-    def is_due(self, interval):
-        """Returns whether something that happens every `interval` steps happens after this one; 0: never."""
-        return interval > 0 and self.step % interval == 0
-
-    @contextmanager
-    def timed(self, activity):
-        """Adds the seconds of the block to seconds/<activity> of this step."""
-        started = time.perf_counter()
-        yield
-        self.times[activity] = self.times.get(activity, 0.0) + time.perf_counter() - started
-
-    # ------------------------------------------------------------ what is logged
-
-    def log_step(self, metrics, count, samples, line, unit="tokens"):
-        """Logs the metrics of a step that processed `count` units and some of its samples, and prints its
-        line."""
-        times = {activity: value for activity, value in self.times.items() if activity != "evaluate"}
-        seconds = {f"seconds/{activity}": value for activity, value in times.items()}
-        speed = {}
-        if times:
-            speed[f"{unit}_per_second"] = count / sum(times.values())
-        if self.device.type == "cuda":
-            metrics["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30  # the most so far
-        self.write_metrics("train", {**metrics, **speed, **seconds})
-        for sample in samples:
-            self.write("samples.jsonl", {"step": self.step, **sample})
-        self.log(f"{line}  step {self.step}/{self.total_steps}, {self.time_left()} left")
-
-    def time_left(self):
-        started, steps_before = self.clock or (time.perf_counter(), self.step)
-        seconds_per_step = (time.perf_counter() - started) / max(1, self.step - steps_before)
-        return timedelta(seconds=round(seconds_per_step * (self.total_steps - self.step)))
-
-    def log_evaluation(self, metrics):
-        """Logs what evaluate() returned. Keeps the policy with the highest value in best/, and counts the
-        evaluations since one was better by EARLY_STOPPING_THRESHOLD."""
-        metrics = as_numbers(metrics or {})
-        metrics = self.evaluation = all_gather(metrics)[0]  # all processes decide by the same numbers
-        self.evaluated_at = self.step
-        if not metrics:
+    def open(self, state):
+        """Opens the logs and catches signals. A run that continues cuts the logs back to its checkpoint."""
+        self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        if rank > 0:
             return
-        seconds = {}
-        if "evaluate" in self.times:
-            seconds["seconds/evaluate"] = self.times.pop("evaluate")
-        self.write_metrics("eval", {**metrics, **seconds})
-        texts = [f"{key} {x:,}" if isinstance(x, int) else f"{key} {x:.3f}" for key, x in metrics.items()]
-        self.log(f"step {self.step}, held out: " + "  ".join(texts))
-        value = next((metrics[key] for key in self.best_by if key in metrics), None)
-        if value is None:
-            names = " or ".join(self.best_by)
-            raise UserError(f"evaluate() must return the metric {names}, which best/ and patience follow")
-        self.evals_since_best += 1
-        if value > self.patience_value + EARLY_STOPPING_THRESHOLD:
-            self.patience_value = value
-            self.evals_since_best = 0
-        elif self.evals_since_best % PLATEAU_PATIENCE == 0:
-            self.halvings += 1
-        if self.is_best(value):
-            self.best_value = value
-            if self.has_other_scores and rank() == 0:
-                archive_old_run(list(self.folder.glob("best")), OUTPUT_DIR, self.log)
-            self.has_other_scores = False
-            self.save_best(metrics)
+        now = f"{datetime.now():%Y%m%d_%H%M%S}"
+        self.move_old_files(state, Path(f"{self.folder}_old_{now}"))
+        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+        self.text_log = open(self.folder / f"logs/training_{now}.log", "a", buffering=1)
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            file = open(self.folder / "logs" / name, "a", buffering=1)
+            file.truncate(min(file.tell(), state.log_sizes.get(name, 0)))
+            self.logs[name] = file
+        facts = {"constants": constants(), "processes": world_size, "torch": torch.__version__}
+        config = self.folder / "training_config.json"
+        config.with_suffix(".tmp").write_text(json.dumps(facts, indent=1))
+        config.with_suffix(".tmp").rename(config)
+        if USE_WANDB:
+            import wandb  # slow
 
-    # differs: of equal values the later policy is kept
-    def is_best(self, value):
-        return value >= self.best_value
+            self.wandb = wandb.init(dir=self.folder, config=constants(), id=state.wandb_id, resume="allow")
+            state.wandb_id = self.wandb.id
 
-    def write_metrics(self, phase, metrics):
-        numbers = without_nan(as_numbers(metrics))
-        self.write("metrics.jsonl", {"phase": phase, "step": self.step, **numbers})
+    # differs: candidates, too
+    def move_old_files(self, state, target):
+        """Moves checkpoints and candidates that are later than the run's into the folder `target`, and for a
+        new run all files of an earlier one. Files that no run wrote stay."""
+        config = self.folder / "training_config.json"
+        if not config.exists():
+            return
+        stale = list_checkpoints(self.folder)
+        mined = {path: int(path.stem.split("_")[-1]) for path in self.folder.glob("candidates_round_*")}
+        if self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve():
+            stale = [path for path in stale if int(path.name[5:]) > state.step]
+            stale += [path for path, number in mined.items() if number > state.round]
+            earlier = json.loads(config.read_text())["constants"]
+            changes = [f"{k}={x!r}" for k, x in constants().items() if earlier.get(k, x) != x]
+            print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
+        else:
+            state.log_sizes = {}
+            stale += [path for path, number in mined.items() if STAGE != "train" or number > 1]
+            # training_config.json comes last: it shows that a run wrote the others
+            written = "logs/*.jsonl logs/training_*.log best/policy *_metrics_*.png training_config.json"
+            for pattern in written.split():
+                stale += self.folder.glob(pattern)
+        for path in stale:
+            moved = target / path.relative_to(self.folder)
+            moved.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(moved)
+            print(f"Moved {path} to {moved}", flush=True)
+
+    def close(self, state):
+        all_gather(None)  # wait: torchrun would end processes that still write
+        self.log(f"{'Stopped' if self.signal else 'Done'} at step {state.step}")
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
         if self.wandb:
-            self.wandb.log({f"{phase}/{key}": value for key, value in numbers.items()}, step=self.step)
-
-    def write(self, name, record):
-        """Writes one line of JSON to a log."""
-        if rank() > 0:
-            return
-        if self.logs[name] is None:
-            raise RuntimeError(f"{name} is open only inside `with run.session(...)`")
-        self.logs[name].write(json.dumps(without_nan(record)) + "\n")
+            self.wandb.finish()
+        self.lock.release(force=True)
 
     def log(self, text):
-        """Prints one line, above any progress bar, and writes it to the log file."""
-        if rank() > 0:
-            return
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
-        self.unwritten.append(text)
-        if self.text_log:
-            print(*self.unwritten, sep="\n", file=self.text_log, flush=True)
-            self.unwritten = []
+        """Prints a line, above any progress bar, and writes it to the log file."""
+        if rank == 0:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+            print(text, file=self.text_log)
 
-    def note_optimizer_step(self, finite, row_names):
-        """Counts optimizer steps in a row that were skipped, and names their rows. Five end the run."""
-        if finite:
-            self.skipped = 0
-            return
-        self.skipped += 1
-        names = " ".join(sorted(set(row_names)))
-        fault = "an optimizer step was skipped, because its loss or gradient is not finite"
-        self.log(f"WARNING: step {self.step}: {fault}; its prompts: {names}")
-        if self.skipped == 5:
-            raise UserError("five optimizer steps in a row were not finite: lower the learning rate")
-
-    def draw_plots(self):
-        records = read_metrics(self.folder / "logs/metrics.jsonl")
-        if not records:
-            return
-        keys = dict.fromkeys(key for record in records for key in record if key not in ("phase", "step"))
-        for key in [key for _, metrics in self.panels for key in metrics if key not in keys]:
-            # Only a name that is near is a typo: a panel may show what other settings would log
-            near = difflib.get_close_matches(key, keys, 1, cutoff=0.85)
-            if near and key not in self.missing_metrics:
-                self.missing_metrics.append(key)
-                fault = f"a panel of the plot shows {key!r}, which no step has logged"
-                self.log(f"NOTE: {fault}; did you mean {near[0]}?")
-        all_panels = [(key, [key]) for key in keys]
-        detailed = self.folder / "training_metrics_detailed.png"
-        title = f"{self.title}: every metric that changed"
-        draw_plot(records, detailed, title, all_panels, self.phase_names)
-        path = self.folder / f"{self.name}_metrics_with_entropy.png"
-        draw_plot(records, path, self.title, self.panels, self.phase_names)
-
-    # differs: mining trains no policy
-    def final_message(self):
-        if self.stop_signal:
-            return f"Stopped at step {self.step}: start it again with RESUME=yes to continue"
-        if STAGE == "mine":
-            stage = "train" if self.state.round == 1 else "all"
-            return f"Mined: {candidates_path(min(self.state.round, ROUNDS))}; STAGE={stage} trains on it"
-        policy = self.folder / "best/policy"
-        if not policy.exists():
-            policy = self.checkpoint / "policy"
-        policy = f"{policy}{self.step_of_best()}"
-        done = f"Done at step {self.step} of {self.total_steps}"
-        if self.is_stopped:
-            done += ", where is_stopped = True ended the run"
-        return f"{done}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
-
-    # ------------------------------------------------------------ saving and resuming
-
-    def step_of_best(self, first=0):
-        """Returns of which step best/ is, as text. first: the step before anything was trained."""
-        path = self.folder / "best/metrics.json"
-        if not path.exists():
-            return ""
-        step = json.loads(path.read_text())["step"]
-        if step == first and self.step > first:
-            return f" (of step {step}: no later one was better in evaluation)"
-        return f" (of step {step})"
-
-    def save(self):
-        """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""
-        # Set even if nothing is written: open_files() sees from it that a second train() continues this run
-        folder = self.checkpoint = self.folder / f"step_{self.step}"
-        # session() saves the last step, which may be saved already, but perhaps before the run was stopped
-        if broadcast_from_rank0(folder.exists) and not self.is_stopped:
-            return
-        weights = {name: full_weights(model) for name, model in self.models.items()}
-        optimizers = {name: full_state(optimizer.state_dict()) for name, optimizer in self.optimizers.items()}
-        if rank() > 0:
-            return
-        check_state(vars(self.state))
-        self.log(f"Saving {folder}")
-        write_atomically(folder, partial(self.write_checkpoint, weights, optimizers))
-        for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
-            shutil.rmtree(old)
-        self.draw_plots()
-
-    def write_checkpoint(self, weights, optimizers, folder):
-        for name, model in self.models.items():
-            self.save_model(model, folder / name, weights[name])
-        for name, file in self.logs.items():
-            fsync(file.name)
-            self.log_lines[name] = Path(file.name).read_bytes().count(b"\n")
-        saved = {
-            "run": {key: getattr(self, key) for key in self.checkpointed_fields},
-            "state": vars(self.state),
-            "optimizers": optimizers,
-            "rng": get_rng_state(),
-        }
-        torch.save(saved, folder / "training_state.pt")
-        config = {"trainer": self.name, **run_fingerprint()}
-        (folder / "config.json").write_text(json.dumps(config, indent=1))
-        manifest = {}
-        for path in folder.rglob("*"):
-            if path.is_file():
-                manifest[str(path.relative_to(folder))] = file_digest(path)
-        (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
-
-    def save_best(self, metrics):
-        policy = self.models["policy"]
-        if LORA_RANK:
-            policy = merge_adapter(policy)
-        weights = full_weights(policy)  # all processes must call it
-        if rank() == 0:
-            write_atomically(self.folder / "best", partial(self.write_best, metrics, policy, weights))
-
-    def write_best(self, metrics, policy, weights, folder):
-        self.save_model(policy, folder / "policy", weights)
-        (folder / "metrics.json").write_text(json.dumps({"step": self.step, **metrics}, indent=1))
-
-    def save_model(self, model, folder, weights=None):
-        model.save_pretrained(folder, state_dict=weights)
-        if self.tokenizer:
-            self.tokenizer.save_pretrained(folder)
-
-    def load_checkpoint(self, folder):
-        """Restores state, optimizers and generators. The models were loaded from the same folder."""
-        try:  # weights_only: nothing in the file is run
-            saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
-            before = json.loads((folder / "config.json").read_text().replace(f"{ROOT}/", ""))
-            # The saved state may have further fields, which an edited trainer adds while it trains
-            if missing := sorted(vars(self.state).keys() - saved["state"].keys()):
-                raise ValueError(f"its state has no {', '.join(missing)}")
-            if (prompts := saved["state"]["prompts"]) != self.state.prompts:
-                hint = "give the same data, or begin anew with RESUME=no"
-                raise ValueError(
-                    f"it has {prompts} training prompts, now there are {self.state.prompts}: {hint}"
-                )
-            vars(self).update(saved["run"])
-            vars(self.state).update(saved["state"])
-            for name, optimizer in self.optimizers.items():
-                load_optimizer_state(optimizer, saved["optimizers"][name])
-            set_rng_state(saved["rng"])
-        except Exception as error:
-            raise UserError(f"{folder} cannot be used, choose another: {first_line(error)}") from None
-        for key, value in run_fingerprint().items():
-            if before.get(key) != value and key not in _MAY_CHANGE:
-                self.has_changed = True
-                is_model = key in ("ACTOR_MODEL", "BASE_MODEL")  # the second is reward_model.py's
-                if is_model and model_name(value) != model_name(before.get(key)):
-                    fault = f"was trained from {key} = {before.get(key)!r}, not {value!r}"
-                    raise UserError(f"{folder} {fault}: give that one, or begin anew with RESUME=no")
-                self.log(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
-                self.has_other_scores |= key in _CHANGE_SCORES
-        if self.has_other_scores:
-            self.log("Earlier scores do not compare with the new ones: best/ and patience begin anew")
-            # As reset_best() does, but is_stopped and halvings stay
-            self.evaluated_at, self.evals_since_best = -1, 0
-            self.best_value = self.patience_value = -math.inf
-
-    def open_files(self):
-        """Moves files of an earlier run aside, cuts the logs back to the checkpoint, and opens them."""
-        self.take_lock()  # again, if an earlier train() has ended
-        for pattern in self.old_files:
-            for stale in self.folder.glob(f"{pattern}.tmp"):  # half written when the program was killed
-                shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
-        continues_here = self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve()
-        if continues_here:
-            # Later checkpoints are broken or were given up: the next time a run resumes it must not find them
-            to_archive = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
-            best = self.folder / "best/metrics.json"
-            # Otherwise best/ stays: the run repeats the steps up to that one and writes the same best/ again
-            is_later = best.exists() and json.loads(best.read_text())["step"] > self.step
-            if is_later and (to_archive or self.has_changed):
-                to_archive.append(best.parent)
-        else:
-            to_archive = [path for pattern in self.old_files for path in self.folder.glob(pattern)]
-            self.log_lines = {}
-        metrics = self.folder / "logs/metrics.jsonl"
-        is_cut = metrics.exists() and metrics.read_bytes().count(b"\n") > self.log_lines.get(metrics.name, 0)
-        if not continues_here or (is_cut and self.has_changed) or self.has_other_scores:
-            # wandb ignores steps that its run has already. That is right only where they are the same again
-            self.wandb_id = None
-        self.start_wandb()
-        archive_old_run(to_archive, OUTPUT_DIR, self.log)
-        if not (self.folder / "best").exists():
-            self.best_value = -math.inf  # any value is better than none
-        logs = self.folder / "logs"
-        logs.mkdir(exist_ok=True)
-        for name in self.logs:
-            self.logs[name] = open_log(logs / name, self.log_lines.get(name, 0))
-        self.text_log = open(logs / time.strftime("training_%Y%m%d_%H%M%S.log"), "a")
-        device = platform.machine()
-        if self.device.type == "cuda":
-            device = torch.cuda.get_device_name()
-        config = {
-            "constants": constants(),
-            "processes": world_size(),
-            "threads": torch.get_num_threads(),
-            "device": device,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "git_commit": subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD 2>/dev/null"),
-        }
-        (self.folder / "training_config.json").write_text(json.dumps(config, indent=1))
-
-    def start_wandb(self):
-        if not USE_WANDB:
-            return
-        import wandb  # slow
-
-        options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
-        self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
-        self.wandb_id = self.wandb.id
+    def write(self, name, **record):
+        """Writes one line of JSON to a log. Numbers that are not finite become null: JSON has no NaN."""
+        record = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in record.items()}
+        if rank == 0:
+            self.logs[name].write(json.dumps(record) + "\n")
+        if self.wandb and name == "metrics.jsonl":
+            phase = record.pop("phase")
+            self.wandb.log({f"{phase}/{key}": x for key, x in record.items()}, step=record["step"])
 
 
-def open_log(path, num_lines):
-    """Cuts a log back to its first lines, so that every step stands in it once, and opens it for
-    appending."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    write_atomically(path, lambda tmp: tmp.write_bytes(b"".join(lines[:num_lines])))
-    return open(path, "a", buffering=1)
+def list_checkpoints(folder):
+    """Returns the folders step_N of a run, oldest first."""
+    folders = {path.parent.name[5:]: path.parent for path in Path(folder).glob("step_*/training_state.pt")}
+    return [folders[str(number)] for number in sorted(int(name) for name in folders if name.isdecimal())]
 
 
-# ---------------------------------------------------------------- errors and constants
+def choose_checkpoint(folder, resume):
+    """Returns the checkpoint to resume from, or None. Asks at a terminal if resume is "ask"."""
+    checkpoints = list_checkpoints(folder)
+    if resume not in ("ask", "yes", "no"):
+        checkpoints = list_checkpoints(resume) or [Path(resume)]
+        if not (checkpoints[-1] / "training_state.pt").exists():
+            raise UserError(f"RESUME = {resume!r} is not ask, yes, no, or the folder of a checkpoint or run")
+    if resume == "no" or not checkpoints:
+        return None
+    print(f"Found checkpoint: {checkpoints[-1]}", flush=True)
+    asks = resume == "ask" and world_size == 1 and sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()
+    if asks and not input("Resume training from it? (y/n): ").lower().startswith("y"):
+        return None
+    return checkpoints[-1]
 
 
-class UserError(Exception):
-    """Something that the user can correct, in one message. The program ends with exit code 2."""
+@contextmanager
+def atomic_folder(path):
+    """Gives a folder to fill, which is then renamed to `path`: it is there whole or not at all."""
+    tmp = path.with_name(path.name + ".tmp")
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
+    yield tmp
+    os.sync()  # what was written is on the disk before its name is
+    shutil.rmtree(path, ignore_errors=True)
+    tmp.rename(path)
+
+
+# The panels of rce_metrics_with_entropy.png; training_metrics_detailed.png has all metrics that vary
+PANELS = "accuracy_sampled pick_accuracy reward_spread entropy policy_loss effective_candidates".split()
+
+
+def draw_grid(folder, path, names=None):
+    """Draws a panel per metric: each training step faint, their rolling mean, and the evaluations' points."""
+    records = [json.loads(line) for line in (folder / "logs/metrics.jsonl").read_text().splitlines()]
+    names = [name for name in names or dict.fromkeys(chain(*records)) if name not in ("phase", "step")]
+    names = [name for name in names if len({r.get(name) for r in records} - {None}) > 1]  # it varies
+    height = max(1, math.ceil(len(names) / 3))
+    figure = Figure(figsize=(10, 2.3 * height + 0.5), layout="tight")
+    for number, name in enumerate(names, 1):
+        axis = figure.add_subplot(height, 3, number, title=name)
+        axis.grid(alpha=0.3)
+        for phase in dict.fromkeys(column(records, "phase")):
+            points = [r for r in records if r["phase"] == phase and r.get(name) is not None]
+            steps, values = column(points, "step"), column(points, name)
+            if phase != "train":
+                axis.plot(steps, values, "o-", color="C1", markersize=4)
+            elif values:
+                window = max(1, len(values) // 12)
+                means = np.convolve(values, np.full(window, 1 / window), "valid")
+                axis.plot(steps, values, ".-", color="C0", alpha=0.25)
+                axis.plot(steps[window - 1 :], means, color="C0")
+    figure.suptitle("blue: training, each step and rolling mean; orange: held out", fontsize=9)
+    figure.savefig(folder / path, dpi=110)
+
+
+# ================================================================ command line
 
 
 def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
-def run_main(trainer_class):
-    """Runs the trainer as a program. Exit codes: 0; 2 for what the user can correct; 130 or 143 after Ctrl-C
-    or SIGTERM; 1, with a traceback, for everything else. An error in any process ends all of them; only the
-    first to fail prints it."""
-    try:
-        apply_overrides(sys.argv[1:])
-        code = run_stage(trainer_class)
-    except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D at a question
-        code = 130
-    except Exception as error:
-        message = user_message(error)
-        if message is None and not dist.is_initialized():
-            raise
-        code = 2
-        text = f"\n{Path(__file__).name}: {message}"
-        if message is None:
-            code = 1
-            text = traceback.format_exc()
-        if fails_first():
-            print(text, file=sys.stderr)
-    if dist.is_initialized():  # end at once: others may wait for us, and gloo's threads may abort the program
-        sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code)
-
-
-def run_stage(trainer_class):
-    """Trains or, with STAGE = "evaluate", scores a policy. Returns the exit code."""
-    if STAGE == "evaluate":
-        check_constants()
-        evaluate_policy(trainer_class)
-        return 0
-    trainer = trainer_class()
-    trainer.train()
-    return 128 + trainer.run.stop_signal if trainer.run.stop_signal else 0
-
-
-def user_message(error):
-    """Returns what the user can do about an error, or None if a traceback says more."""
-    if any("raised by" in note for note in getattr(error, "__notes__", ())):  # a function of the user's
-        return None
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, OSError):
-        return f"{error.filename or OUTPUT_DIR}: {error.strerror or error}"
-    if type(error).__module__.startswith("wandb"):
-        return f"USE_WANDB = True: {first_line(error)}"
-    if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
-        return f"another process of this run ended or did not answer ({first_line(error)})"
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
-        hint = "set MICRO_BATCH_ROWS=1 and GRADIENT_CHECKPOINTING=True, or halve BATCH_SIZE and double "
-        hint += "GRADIENT_ACCUMULATION_STEPS: the training stays as it is"
-        return f"out of memory ({first_line(error)}): {hint}"
-    return None
-
-
-def fails_first():
-    """Returns True on the first process that calls it; before the processes have joined, on process 0."""
-    with suppress(Exception):  # there is no store yet, or it ended with the process that held it
-        store = dist.distributed_c10d._get_default_store()
-        return store.compare_set("failed", "", str(rank())).decode() == str(rank())
-    return rank() == 0
-
-
 def constants():
-    """Returns every constant of this file, as JSON has it."""
-    values = {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
-    return json.loads(json.dumps(values, default=json_name))
-
-
-def json_name(value):
-    """Returns what stands in JSON for a function or an object; it is the same in every run."""
-    return getattr(value, "__name__", type(value).__name__)
-
-
-def run_fingerprint():
-    """Returns what decides a run's results: the constants, this file and the one that was started, and the
-    number of threads and the GPU, on which the last bits depend."""
-    gpu = None
-    if torch.cuda.is_available():
-        gpu = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    # A program that imports this file and edits it, as in examples/, decides the results, too
-    started = getattr(sys.modules["__main__"], "__file__", None) or __file__
-    sources = [file for file in (__file__, started) if Path(file).is_file()]
-    files = {Path(file).name: file_digest(file)["sha256"][:12] for file in sources}
-    # Without ROOT: the repository may be moved
-    values = json.loads(json.dumps(constants()).replace(f"{ROOT}/", ""))
-    return {**values, **files, "GPU": gpu, "OMP_NUM_THREADS": torch.get_num_threads()}
+    """Returns every constant of this file by name, as JSON has it."""
+    values = {name: x for name, x in globals().items() if name.isupper() and name not in ("ROOT", "PANELS")}
+    return json.loads(json.dumps(values, default=lambda x: getattr(x, "__name__", str(x))))
 
 
 def apply_overrides(arguments):
-    """Sets constants from command-line arguments, KEY=VALUE or @FILE. A value has its constant's type."""
-    annotate = globals().get("__annotate__")  # Python 3.14 computes annotations on demand (PEP 649)
-    annotations = annotate(1) if annotate else __annotations__
-    known = constants()
-    for argument in read_arguments(arguments):
-        key, equals, text = argument.partition("=")
-        key = _RENAMED.get(key, key)
-        if key in _INSTEAD_HERE:
-            raise UserError(
-                f"{argument}: {key} is a constant of other trainers; here set {_INSTEAD_HERE[key]}"
-            )
-        if not equals or key not in known:
-            hint = did_you_mean(key.upper(), known)
-            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file{hint}")
-        default = globals()[key]
-        allowed = str(annotations.get(key, type(default).__name__)).split(" | ")  # such as ["int", "None"]
-        value = read_value(text, allowed)
-        if not text.strip() or type(value).__name__.replace("NoneType", "None") not in allowed:
-            raise UserError(f"{key}={text}: {key} takes {' or '.join(allowed)}, such as {default}")
+    """Sets constants from KEY=VALUE arguments, or @FILE with one on each line, in the constants' types."""
+    for argument in arguments:
+        if argument.startswith("@"):
+            lines = [line.strip() for line in Path(argument[1:]).read_text().splitlines()]
+            apply_overrides(line for line in lines if line and not line.startswith("#"))
+            continue
+        key, _, text = argument.partition("=")
+        if key not in constants():
+            near = difflib.get_close_matches(key.upper(), constants(), 1, 0.0)[0]
+            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file, such as {near}")
+        wanted = __annotations__.get(key, type(globals()[key]))  # a type such as int, or int | None
+        value = os.path.expanduser(text)
+        if not isinstance(value, wanted) or text == "None":
+            with suppress(ValueError, SyntaxError):
+                value = ast.literal_eval(text)
+        if type(value) is int and isinstance(0.0, wanted):
+            value = float(value)
+        if not isinstance(value, wanted):
+            raise UserError(f"{argument}: {key} takes a value such as {globals()[key]!r}")
         globals()[key] = value
 
 
-def read_arguments(arguments):
-    """Returns the arguments, each @FILE replaced by the file's lines; blank lines and # lines are left out.
-    A file that is missing or empty is an error: without its constants the shipped data would be used."""
-    words = []
-    for argument in arguments:
-        if not argument.startswith("@"):
-            words.append(argument)
-            continue
-        lines = []
-        hint = "it takes a text file with one KEY=VALUE per line"
-        try:
-            for line in Path(argument[1:]).read_text(encoding="utf-8-sig").splitlines():
-                if line.strip() and not line.strip().startswith("#"):
-                    lines.append(line.strip())
-        except (OSError, UnicodeError) as error:
-            raise UserError(f"{argument}: the file cannot be read ({first_line(error)}): {hint}") from None
-        if not lines:
-            raise UserError(f"{argument}: the file has no line: {hint}")
-        words += lines
-    return words
-
-
-def did_you_mean(word, known):
-    """Returns "; did you mean ...?" with the nearest known word, or "" if none is near."""
-    near = difflib.get_close_matches(word, known, 1, 0.5)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def read_value(text, allowed):
-    """Returns the value of a command-line argument: a Python literal, or the text itself, if not quoted."""
-    value = text
-    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
-    if is_quoted or "str" not in allowed or ("None" in allowed and text == "None"):
-        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-    if "float" in allowed and type(value) is int:
-        value = float(value)
-    return value
-
-
 def check_constants():
-    """Refuses numbers out of range and unknown words before anything is loaded or written. Warns of names
-    that nothing in this file reads, such as a misspelt constant that was pasted at its top."""
-    names_in_file = Counter(re.findall(r"[A-Z]\w*", Path(__file__).read_text()))
-    values = constants()
-    output = Path(OUTPUT_DIR).resolve()
-    for key, value in values.items():
-        if names_in_file[key] < 2 and rank() == 0:  # it stands where it is set, and nowhere else
-            hint = did_you_mean(key, values.keys() - {key})
-            print(f"WARNING: nothing reads the constant {key}{hint}", flush=True)
-        if key.endswith("_MODEL") and value and values.get("STAGE") != "evaluate":
-            folders = [output / "best", *output.glob("step_*")]
-            if any(Path(value).resolve().is_relative_to(folder) for folder in folders):
-                hint = "which a new run moves and this one writes: set another OUTPUT_DIR"
-                raise UserError(f"{key} = {value!r} lies in OUTPUT_DIR, {hint}")
-    for panel in values.get("PLOT_PANELS", []):  # constants() gives lists for tuples, as JSON does
-        if not (isinstance(panel, list) and len(panel) == 2 and isinstance(panel[1], list)):
-            raise UserError(f'PLOT_PANELS: {panel} is not a panel, such as ("KL", ["kl"])')
-    for keys, allowed in _VALID_RANGES.items():
-        for key in keys.split():
-            value = globals()[key]
-            if value is None:
-                continue
-            if isinstance(allowed, list) and value not in allowed:
-                raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
-            if isinstance(allowed, tuple) and not allowed[0] <= value <= allowed[1]:
-                raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} to {allowed[1]:g}")
-
-
-# ---------------------------------------------------------------- mining and check-up
-# Candidates: their weights, the chunks that they are mined in, what they are worth.
-
-
-def rce_weights(shaped, tau, normalisation="raw"):
-    """Returns the weights of one prompt's candidates, (candidates,): softmax(r / tau) of their shaped rewards
-    r. "zscore" scales those to mean 0 and deviation 1 first (ddof 1)."""
-    shaped = torch.as_tensor(shaped, dtype=torch.float64)
-    if normalisation == "zscore":
-        shaped = (shaped - shaped.mean()) / (shaped.std() + 1e-4)
-    return (shaped / tau).softmax(0)
-
-
-def tau_at(step, total):
-    """Returns TAU at a step (or epoch) of `total`. It moves to TAU_END by equal factors."""
-    progress = min(step, total - 1) / max(1, total - 1)
-    return TAU * ((TAU_END or TAU) / TAU) ** progress
-
-
-def rewards_by_mode(candidates, mixed_score=None):
-    """Returns r of one prompt's candidates by REWARD_MODE. mixed_score is the column that some modes mix
-    in."""
-    columns = {}
-    for key in ("hard", "soft", "gt_prob", mixed_score):
-        columns[key] = [candidate.get(key) for candidate in candidates]
-    try:
-        shaped = getattr(rewards, REWARD_MODE)(*columns.values())
-        if any(value is None for value in shaped):
-            raise TypeError("r is None")
-        return shaped
-    except TypeError:  # arithmetic with None, or what is raised above
-        lacking = ", ".join(key for key, values in columns.items() if key and None in values)
-        if not lacking:  # a fault of your own function
-            raise
-        raise UserError(
-            f"REWARD_MODE = {REWARD_MODE!r} needs {lacking}, which the candidates lack: mine candidates "
-            "that have it, or choose another REWARD_MODE"
-        ) from None
-
-
-def usable(candidates):
-    """Returns the candidates that were verified and whose scoring did not fail."""
-    return [c for c in candidates if c["hard"] is not None and not c["eval_failed"]]
-
-
-def is_flat(values):
-    """Returns whether all values are equal, but for rounding."""
-    return max(values) - min(values) < 1e-6
-
-
-def mining_facts(**facts):
-    """Returns what candidates depend on, in JSON's types: `facts` and the constants in _MINING."""
-    for key in _MINING:
-        facts[key] = constants()[key]
-    return json.loads(json.dumps(facts, default=json_name))
-
-
-def check_facts(path, mined_with, facts, keys, todo):
-    """Refuses a file that was mined under another value of one of the keys."""
-    for key in keys:
-        if mined_with.get(key) != facts[key]:
-            raise UserError(
-                f"{path} was mined with {key} = {mined_with.get(key)!r}; it is {facts[key]!r} now: set it "
-                f"back, or {todo}"
-            )
-
-
-def mine_in_chunks(run, path, rows, chunk_size, facts, mine, read, write):
-    """Writes the records of mine(rows) into `path`, chunk_size rows at a time. Returns False if a signal
-    stopped it. Each chunk has a file of its own until all are mined. Its records depend on policy and
-    constants alone, so a killed run goes on."""
-    folder = path.with_suffix(".parts")
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {}  # {number of a chunk's first row: its file}
-    for start in range(0, len(rows), chunk_size):
-        files[start] = folder / f"{start:08d}{path.suffix}"
-    chunks = broadcast_from_rank0(partial(read_chunks, files, facts, read, run.log))
-    missing = [start for start in files if start not in chunks]
-    began = time.perf_counter()
-    for done in range(0, len(missing), world_size()):
-        starts = missing[done : done + world_size()]
-        mined = map_over_ranks(starts, lambda start: mine(rows[start : start + chunk_size]))
-        for start, records in zip(starts, mined):
-            chunks[start] = records
-            broadcast_from_rank0(partial(write, records, files[start], facts))
-        num_mined = min(len(chunks) * chunk_size, len(rows))
-        seconds_per_chunk = (time.perf_counter() - began) / (done + len(starts))
-        time_left = timedelta(seconds=round(seconds_per_chunk * (len(files) - len(chunks))))
-        run.log(f"{path.stem}: mined {num_mined}/{len(rows)}, {time_left} left in mining")
-        if run.agree_on_stop():
-            return False
-    records = []
-    for start in files:
-        records += chunks[start]
-    broadcast_from_rank0(partial(write, records, path, facts))
-    broadcast_from_rank0(partial(shutil.rmtree, folder))
-    return True
-
-
-def read_chunks(files, facts, read, log):
-    """Returns {first row: records} of the chunks, {first row: file}, that an earlier start mined. Broken ones
-    are left out."""
-    chunks = {}
-    for start, path in files.items():
-        if path.exists():
-            try:
-                records, mined_with = read(path)
-            except UserError as error:
-                log(f"WARNING: {error}; mining it again")
-                continue
-            check_facts(path, mined_with, facts, facts, "start afresh with RESUME=no")
-            chunks[start] = records
-    return chunks
-
-
-def policy_pick(candidates):
-    """Returns the index of what the policy picked in mining: its greedy response; without one its best beam,
-    where beams have scores (in rce_icl.py they do); else the likeliest."""
-
-    def preference(i):
-        scores = candidates[i].get("beam_score"), candidates[i].get("logprob")
-        scores = [-math.inf if score is None else score for score in scores]  # 0.0 is a score, not a gap
-        return ("greedy" in candidates[i]["source"], *scores)
-
-    return max(range(len(candidates)), key=preference)
-
-
-def check_up(groups, proposed, path, log):
-    """Logs and returns {name: figure} of candidates, one list per prompt. The last five are means over the
-    usable candidates, or over the prompts that have some."""
-    marks = []  # hard rewards of all usable candidates
-    facts = []  # of each prompt that has some
-    for group in filter(None, map(usable, groups)):
-        hard = column(group, "hard")
-        marks += hard
-        facts.append([not any(hard), is_flat(shaped_rewards(group)), hard[policy_pick(group)], any(hard)])
-    means = np.mean(facts or [[math.nan] * 4], axis=0).tolist()
-    figures = {
-        "prompts": len(groups),
-        "candidates": sum(map(len, groups)),
-        "proposed": proposed,
-        "positive rate": float(np.mean(marks or math.nan)),
-        "prompts without a positive": means[0],
-        "prompts with flat reward": means[1],
-        "accuracy of the policy's pick": means[2],
-        "accuracy of the oracle": means[3],
+    """Refuses values that would fail silently or late."""
+    temperatures = (TAU, TAU_END or TAU, TEMPERATURE, *SAMPLE_TEMPERATURES)
+    rules = {
+        "STAGE is all, mine or train": STAGE in ("all", "mine", "train"),
+        "DTYPE is float32 or bfloat16": DTYPE in ("float32", "bfloat16"),
+        "LR_SCHEDULER_TYPE: linear, cosine, plateau": LR_SCHEDULER_TYPE in ("linear", "cosine", "plateau"),
+        "CHEAP_SIGNAL is gt_prob or logprob": CHEAP_SIGNAL in ("gt_prob", "logprob"),
+        "WEIGHT_REWARDS is raw or zscore": WEIGHT_REWARDS in ("raw", "zscore"),
+        f"REWARD_MODE is a function or one of {', '.join(reward_modes)}": callable(REWARD_MODE)
+        or REWARD_MODE in reward_modes,
+        "TAU, TAU_END, TEMPERATURE and SAMPLE_TEMPERATURES are above 0": min(temperatures) > 0,
+        "VALIDATION_FRACTION is at least 0 and below 1": 0 <= VALIDATION_FRACTION < 1,
+        "PROMPT_TEMPLATE contains {input}": "{input}" in PROMPT_TEMPLATE,
+        "ANSWER_FORM contains {answer} once": ANSWER_FORM.count("{answer}") == 1,
+        "there is a reward function": REWARD_FUNCTIONS,
     }
-    lines = [f"Check-up (more: python tools/check_up.py {path}):"]
-    for name, value in figures.items():
-        digits = 0 if isinstance(value, int) else 3
-        lines.append(f"    {name:<32}{value:>9,.{digits}f}")
-    log("\n".join(lines))
-    failed = [c for group in groups for c in group if c["eval_failed"]]
-    if failed:
-        error = failed[0].get("eval_error")
-        log(f"WARNING: scoring failed for {len(failed)} of {figures['candidates']} candidates: {error}")
-    return figures
-
-
-# ---------------------------------------------------------------- proposals and their rewards
-
-
-def beam_search(model, prompts, eos, pad_id):
-    """Returns BEAMS responses per prompt, each up to its first EOS, by transformers' beam search. The filters
-    of the model's own generation config are off."""
-    ids = pad_left(prompts, pad_id).to(model.device)
-    mask = pad_left([[1] * len(prompt) for prompt in prompts], 0).to(model.device)
-    search = GenerationConfig(num_beams=BEAMS, num_return_sequences=BEAMS, early_stopping=True)
-    search.update(do_sample=False, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=eos, pad_token_id=pad_id)
-    models_config = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        with autocast(model):
-            # not synced_gpus: the model is whole here, and the other processes have other prompts
-            out = model.generate(ids, attention_mask=mask, generation_config=search, synced_gpus=False)
-    finally:
-        model.generation_config = models_config
-    responses = []
-    for response in out[:, ids.shape[1] :].tolist():
-        ends = np.flatnonzero(np.isin(response, eos))
-        responses.append(response[: ends[0] + 1] if len(ends) else response)
-    return responses
-
-
-def solutions(tokenizer, row):
-    """Returns the ids of the row's own solutions that are at most MAX_NEW_TOKENS long."""
-    texts = row["answer"]
-    if not isinstance(texts, list):
-        texts = [texts]
-    encoded = []
-    for text in texts:
-        if text is not None:
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-            if len(ids) <= MAX_NEW_TOKENS:
-                encoded.append(ids)
-    return encoded
-
-
-def check_sampler(model, batch):
-    """Refuses a policy that scores its greedy responses differently from when it sampled them, or as NaN.
-    Both numbers, scored and sampled, are by sampling_logprobs(), which may be edited."""
-    scored = batch_logprobs(model, batch, sampling_logprobs).double().sum(1)
-    sampled = batch.logprobs.double().sum(1)
-    difference = (scored - sampled).abs() / batch.response_lengths.clamp(min=10)
-    mean = difference.mean().item()  # nats per token
-    tolerance = 1e-3 if DTYPE == "float32" else 0.05
-    if not mean <= tolerance:
-        raise UserError(
-            f"the policy of ACTOR_MODEL = {ACTOR_MODEL!r} scores responses {mean:.2g} nats per token off "
-            f"what sampling gave them (DTYPE = {DTYPE}): its log-probabilities cannot be trusted"
-        )
-
-
-def take_reward_parts(candidate, reward_parts):
-    """Enters the reward's parts, {name: value}, into a candidate. Its hard and soft reward are two of
-    them."""
-    missing = []
-    for constant, name in (("HARD_REWARD", HARD_REWARD), ("SOFT_REWARD", SOFT_REWARD)):
-        if name not in reward_parts:
-            missing.append(f"{constant} = {name!r}")
-    if missing:
-        raise UserError(
-            f"{' and '.join(missing)}: the reward has no part of this name. Its parts are: "
-            f"{', '.join(reward_parts)}. Name one of them (HARD_REWARD gives 0 or 1, SOFT_REWARD 0 to 1; "
-            "both may be the same part), or add the missing one to REWARD_FUNCTIONS with weight 0.0"
-        )
-    hard, soft = reward_parts[HARD_REWARD], reward_parts[SOFT_REWARD]
-    if SOFT_REWARD == "reward_model":
-        soft = 1 / (1 + math.exp(min(700.0, -soft)))
-    if hard not in (0, 1) or not 0 <= soft <= 1:
-        raise UserError(
-            f"HARD_REWARD must give 0 or 1 and SOFT_REWARD 0 to 1; {HARD_REWARD} gave {hard:g}, "
-            f"{SOFT_REWARD} gave {soft:g}"
-        )
-    candidate |= {f"reward/{name}": value for name, value in reward_parts.items()}
-    candidate.update(eval_mode="verified", hard=hard, soft=soft)
-
-
-def gold_probability(logprobs, weights):
-    """Returns the sum of weight * exp(log-probability) over a prompt's distinct gold answers, at most 1."""
-    return min(1.0, sum(weight * math.exp(logprob) for logprob, weight in zip(logprobs, weights)))
-
-
-def gold_after_working(tokenizer, row, token_ids):
-    """Returns a response's working as ids, and [(ids, weight)] of each distinct gold answer of the row after
-    it. The working reaches through the last mark of ANSWER_FORM. An answer's ids include what ends it: the
-    rest of ANSWER_FORM, else EOS. ([], []) if the row has no gold answer.
-
-        ANSWER_FORM       response, gold                       working              answer
-        #### {answer}     "2 + 3 = 6\\n#### 6", gold 5           "2 + 3 = 6\\n####"     " 5<eos>"
-        #### {answer}     "2 + 3 = 5", gold 5                   "2 + 3 = 5\\n####"     " 5<eos>"
-        \\boxed{{answer}}  "\\boxed{4}", golds 5 and -5          "\\boxed"             "{5}" and "{-5}"
-
-    In the last line one token, `{-`, holds the mark's end and an answer's beginning. The working ends before
-    that token for all answers of the row: all continue the same tokens, so their probabilities add up."""
-    mark, rest = ANSWER_FORM.split("{answer}")
-    mark = mark.rstrip()
-    golds = []
-    if row["answer"] is not None:
-        golds = [gold.strip() for gold in rewards.gold_answers(row["answer"]) if gold.strip()]
-    if not golds:
-        return [], []
-    text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    head = ""
-    if mark and mark in text:
-        head = text.rpartition(mark)[0]
-    elif mark:
-        head = text + "\n"
-    texts = [head + mark, *(head + ANSWER_FORM.replace("{answer}", gold) for gold in golds)]
-    mark_ids, *gold_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    border = min(len(os.path.commonprefix([mark_ids, ids])) for ids in gold_ids)
-    end = []
-    if not rest:
-        end = [tokenizer.eos_token_id]
-    counts = Counter(tuple(ids[border:]) for ids in gold_ids)
-    weights = [(list(ids) + end, min(1.0, count / GOLD_FULL_COUNT)) for ids, count in counts.items()]
-    return mark_ids[:border], weights
-
-
-# ---------------------------------------------------------------- files
-
-# differs: the constants of this trainer
-# What candidates depend on: parts of one file are never mined under two settings. Add a constant of yours
-# that changes them. An edited function is not noticed: then begin anew with RESUME=no
-_MINING = """
-    ACTOR_MODEL REWARD_MODEL DTYPE TRAIN_DATASETS PROMPT_TEMPLATE SYSTEM_PROMPT
-    MAX_TRAIN_PROMPTS REWARD_FUNCTIONS REWARD_MODEL_WEIGHT HARD_REWARD SOFT_REWARD ANSWER_FORM
-    GOLD_FULL_COUNT MINE_PROMPTS GREEDY BEAMS GROUP_SIZE SAMPLE_TEMPERATURES INCLUDE_REFERENCE CHEAP_SIGNAL
-    VERIFY_TOP VERIFY_RANDOM MAX_PROMPT_TOKENS MAX_NEW_TOKENS TEMPERATURE BATCH_SIZE SEED""".split()
-
-
-# differs: the files of this trainer
-def candidates_path(number):
-    """Returns the file with the candidates of round `number`, which counts from 1."""
-    if CANDIDATES and number == 1:
-        return Path(CANDIDATES)
-    return Path(OUTPUT_DIR) / f"candidates_round_{number}.parquet"
-
-
-def check_candidates(checkpoint, digests):
-    """Refuses to resume with candidates other than those that the run was trained on. digests: {round: digest
-    of its file}. Returns {file: its copy in OUTPUT_DIR} of what must be copied, because the run resumes in
-    another folder than its checkpoint's."""
-    to_copy = {}
-    for number, digest in digests.items():
-        path = candidates_path(int(number))
-        source = path
-        is_ours = path.parent.resolve() == Path(OUTPUT_DIR).resolve()  # CANDIDATES may be anywhere
-        if is_ours and checkpoint.resolve().parent != Path(OUTPUT_DIR).resolve():
-            source = checkpoint.parent / path.name
-            to_copy[source] = path
-        todo = "put it back, or start afresh with RESUME=no"
-        if not source.exists():
-            raise UserError(f"{source} is gone, but this run was trained on it: {todo}")
-        if file_digest(source)["sha256"] != digest:
-            raise UserError(f"{source} is not the file that this run was trained on: {todo}")
-    return to_copy
-
-
-def write_parquet(records, path, facts):
-    """Writes candidates as parquet, one row per candidate, with checksums and the facts that they were mined
-    with. The file is there whole or not at all."""
-    names = dict.fromkeys(itertools.chain(*records))
-    table = pyarrow.Table.from_pylist([{**names, **record} for record in records])
-    table = table.replace_schema_metadata({"mined_with": json.dumps(facts)})
-    write_atomically(path, lambda tmp: pyarrow.parquet.write_table(table, tmp, write_page_checksum=True))
-
-
-def read_parquet(path):
-    """Returns the records of a parquet file and the facts that they were mined with. A broken file is a
-    UserError."""
-    try:
-        table = pyarrow.parquet.read_table(path, page_checksum_verification=True)
-        facts = json.loads((table.schema.metadata or {}).get(b"mined_with", b"{}"))
-        return table.to_pylist(), facts
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path} cannot be read as parquet ({first_line(error)})") from None
-
-
-# differs: the files of this trainer
-def read_candidates(path, rows, vocabulary):
-    """Returns [(row, its candidates)] in the file's order. An unknown prompt or token id is an error."""
-    groups = {}
-    for number, record in enumerate(read_parquet(path)[0], 1):
-        where = f"{path} row {number}"
-        lacking = {"prompt_id", "prompt", "token_ids", "hard", "eval_failed"} - record.keys()
-        if lacking:
-            raise UserError(
-                f"{where}: there is no column {lacking.pop()!r}; docs/reference-rce.md lists them"
-            )
-        key, ids, hard = record["prompt_id"], record["token_ids"], record["hard"]
-        if key not in rows or as_text(rows[key]["prompt"]) != record["prompt"]:
-            raise UserError(f"{where}: prompt_id {key!r} with this prompt is not in TRAIN_DATASETS")
-        if not ids or min(ids) < 0 or max(ids) >= vocabulary:
-            raise UserError(
-                f"{where}: token_ids must be 1 or more ids below {vocabulary}, ACTOR_MODEL's vocabulary"
-            )
-        if hard not in (0, 1, None):
-            raise UserError(f"{where}: hard is {hard}; it takes 0, 1 or, where it was not verified, null")
-        defaults = {"text": "", "source": ["given"], "temperature": [None]}
-        lacking = {name: value for name, value in defaults.items() if record.get(name) is None}
-        groups.setdefault(key, []).append({**record, **lacking})
-    if not groups:
-        raise UserError(f"{path}: there are no candidates in it")
-    return [(rows[key], candidates) for key, candidates in groups.items()]
+    for rule, is_kept in rules.items():
+        if not is_kept:
+            raise UserError(f"a constant breaks a rule: {rule}")
 
 
 def train_main():
-    run_main(RCETrainer)
+    """Exit codes: 0; 2: the user can correct it; 130, 143: a signal; 1, with a traceback: other errors."""
+    trainer = None
+    try:
+        apply_overrides(sys.argv[1:])
+        trainer = RCETrainer()
+        trainer.train()
+    except (UserError, OSError) as error:  # OSError: a file that cannot be read or written
+        if trainer and not isinstance(error, UserError):
+            raise  # a reward function's fault, or a full disk
+        print(f"\n{Path(__file__).name}: {first_line(error)}", file=sys.stderr)
+        sys.exit(2)
+    if trainer.run.signal:
+        sys.exit(128 + trainer.run.signal)
 
 
 if __name__ == "__main__":

@@ -1,325 +1,243 @@
-"""Everything that is open about GPUs, asked of one in one command, stage by stage:
+"""Everything that a GPU can show, in one command of a few minutes; prints a table (docs/results.md has one).
 
-    python tests/gpu.py                        # into checkpoints/gpu; one GPU: some 10 minutes, two: 30
-    python tests/gpu.py OUT runs resume        # into a folder; some of the stages
-    python tests/gpu.py OUT --small            # small sizes; so on a machine without a GPU
+    python tests/gpu.py                      # all stages, into checkpoints/gpu
+    python tests/gpu.py OUT curves resume    # into the folder OUT, some of the stages
 
-    waits     copies and synchronisations, beside what the pretended GPU (pretend_gpu.py) says
-    resume    a run cut in two has the bytes of a whole one
-    two       the same bytes on one and two GPUs (where resume was asked)
-    memory    a GRPO step of Qwen2.5-0.5B's shape in bfloat16: whole, LORA_RANK, GRADIENT_CHECKPOINTING
-    rollouts  tokens a second at 64 and 256 rows, beside transformers' generate and the bandwidth's floor
-    runs      the default runs of PPO, GRPO and RCE: their seconds and accuracies
-    speed     bench/speed.py gpu
-
-A stage that is done stands in OUT/gpu.json and is not done again; one that fails is named and the next one
-begins. The last thing printed, and OUT/gpu.md, is a table.
+    curves   ten steps of the default run of each trainer, in float32 and bfloat16
+    options  two steps with LORA_RANK and with GRADIENT_CHECKPOINTING
+    resume   a run that was killed after its first checkpoint ends with the bytes of one that was not
+    waits    how often sampling and the update wait for the GPU
+    step     seconds and memory of a GRPO step with a random model of Qwen2.5-0.5B's shape
+    two      the same first step on two GPUs as on one
 """
 
-import filecmp
-import itertools
+import importlib.util
 import json
-import math
 import os
-import re
-import runpy
-import shutil
+import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "bench"))
-os.environ["HF_HUB_OFFLINE"] = "1"
-import speed
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
+import transformers
 
-ALGORITHMS = ("ppo", "grpo", "rce")
-SHORT = {
-    "MAX_STEPS": 4,
-    "EVAL_EVERY_N_STEPS": 2,
-    "MAX_EVAL_PROMPTS": 40,
-    "SAVE_EVERY_N_STEPS": 2,
-    "RESUME": "no",
-}
-COUNTED = {  # as test_pretend_gpu.py counts
-    "BATCH_SIZE": 4,
-    "GRADIENT_ACCUMULATION_STEPS": 2,
-    "GROUP_SIZE": 4,
-    "MAX_TRAIN_PROMPTS": 24,
-    "MAX_STEPS": 1,
-    "GROUP_EPOCHS": 1,
-    "MAX_NEW_TOKENS": 64,
-    "EVAL_DATASETS": [],
-    "TEMPERATURE": 3.0,
-    "RESUME": "no",
-    "REWARD_FUNCTIONS": [("rouge_l", 1.0)],
-}
-MINED = {"rce": {"MINE_PROMPTS": 64, "ROUNDS": 1}}
-PRETENDED = {  # units, waits, kernels
-    "ppo": {"rollout": (126, 7, 31423), "update": (4, 4, 2897)},
-    "grpo": {"rollout": (126, 7, 31423), "update": (2, 3, 1669)},
-}
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+ROOT = Path(__file__).resolve().parents[1]
+TRAINERS = {"ppo/ppo.py": "PPOTrainer", "grpo/grpo.py": "GRPOTrainer", "rce/rce.py": "RCETrainer"}
+MINED = ["MINE_PROMPTS=64", "ROUNDS=1"]  # for rce.py alone
+table = []  # (what was asked, what came out)
 
 
-# ---------------------------------------------------------------- programs
+def report(question, answer):
+    table.append((question, answer))
+    print(f"{question}: {answer}", flush=True)
 
 
-def start(*words):
-    """What a program prints; its error is raised."""
-    done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=1800)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(map(str, words))}: {done.stderr[-2000:]}")
-    return done.stdout
+def load(path, **constants):
+    """Returns a fresh module of a trainer with these constants."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, value in constants.items():
+        setattr(module, name, value)
+    return module
 
 
-def words_of(name, folder, constants):
-    constants = {**constants, "OUTPUT_DIR": folder}
-    return ROOT / f"{name}/{name}.py", *(f"{key}={value}" for key, value in constants.items())
+def arguments(path, folder, *words):
+    extra = MINED if path == "rce/rce.py" else []
+    return [str(ROOT / path), f"OUTPUT_DIR={folder}", "RESUME=yes", *extra, *words]
 
 
-def train(name, folder, constants, *launcher):
-    start(*(launcher or [sys.executable]), *words_of(name, folder, constants))
+def train(path, folder, *words, launcher=(sys.executable,)):
+    """Runs a trainer as a program. Returns its records of metrics.jsonl and its seconds."""
+    started = time.time()
+    subprocess.run([*launcher, *arguments(path, folder, *words)], check=True, stdout=subprocess.DEVNULL)
+    lines = (Path(folder) / "logs/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], time.time() - started
 
 
-def measured(what, name, folder, constants):
-    """What a run in a process of its own measures (be_measured)."""
-    said = start(sys.executable, __file__, f"--{what}", *words_of(name, folder, constants))
-    return json.loads(said.partition("MEASURED ")[2].splitlines()[0])
+def curves(out):
+    for path in TRAINERS:
+        for dtype in ("float32", "bfloat16"):
+            name = f"{Path(path).stem}_{dtype}"
+            words = [f"DTYPE={dtype}", "MAX_STEPS=10", "EVAL_EVERY_N_STEPS=5"]
+            records, seconds = train(path, out / name, *words)
+            accuracies = [r["accuracy_sampled"] for r in records if r["phase"] == "eval"]
+            deviation = max(r.get("rollout_mismatch", 0) for r in records if r["phase"] == "train")
+            shown = " ".join(f"{x:.3f}" for x in accuracies)
+            report(f"{name}, sampled accuracy", f"{shown}; {seconds:.0f} s; rollout mismatch {deviation:.1e}")
 
 
-def be_measured(what, program, *words):
-    """Be this program, then print its most memory, or how often the host waited for the GPU."""
-    sys.argv = [program, *words]
-    if what == "--memory":
-        with suppress(SystemExit):
-            runpy.run_path(program, run_name="__main__")
-    print("MEASURED " + json.dumps(speed.peak() if what == "--memory" else profiled(program)))
+def options(out):
+    for path in TRAINERS:
+        for word in ("LORA_RANK=8", "GRADIENT_CHECKPOINTING=True"):
+            name = f"{Path(path).stem}_{word.partition('=')[0].lower()}"
+            _, seconds = train(path, out / name, "MAX_STEPS=2", "DTYPE=bfloat16", "MAX_EVAL_PROMPTS=20", word)
+            report(f"{Path(path).stem} {word}", f"{seconds:.0f} s")
 
 
-def profiled(program):
-    """{"rollout", "update": [units, waits, kernels]} of a run's step by PyTorch's profiler; a unit is a token
-    decoded or a backward pass."""
-    module = speed.load(program)
-    module.apply_overrides(sys.argv[1:])
-    trainer = getattr(module, Path(program).stem.upper() + "Trainer")()
-    found = {}
-    units = []
-
-    def count(owner, name):
-        work = getattr(owner, name)
-        setattr(owner, name, lambda *args: units.append(name) or work(*args))
-
-    def observe(phase):
-        work = getattr(trainer, phase)
-
-        def observed(batch):
-            units.clear()
-            with torch.profiler.profile() as profile:
-                out = work(batch)
-            events = {event.key: event.count for event in profile.key_averages()}
-            counts = (sum(events.get(name, 0) for name in names) for names in (WAITS, LAUNCHES))
-            found[phase] = [len(units), *counts]
-            return out
-
-        setattr(trainer, phase, observed)
-
-    count(module.Decoder, "next")
-    count(module, "backward")
-    observe("rollout")
-    observe("update")
-    trainer.train()
-    return found
+def without_clock(path):
+    """Returns the lines of metrics.jsonl without what a clock says."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: x for name, x in record.items() if "second" not in name} for record in records]
 
 
-def records(folder, phase):
-    """Records of a phase in a run's metrics.jsonl, without what is of time."""
-    every = map(json.loads, (Path(folder) / "logs/metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in r.items() if "second" not in k} for r in every if r["phase"] == phase]
-
-
-def same(one, two):
-    """Whether two runs have the same metrics and, in their last checkpoints, the same weights."""
-    last = max(Path(one).glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
-    weights = sorted(path.relative_to(one) for path in last.rglob("*.safetensors"))
-    assert weights, f"{last} has no weights"
-    equal = [filecmp.cmp(Path(one) / path, Path(two) / path, shallow=False) for path in weights]
-    return all(equal) and all(records(one, phase) == records(two, phase) for phase in ("train", "eval"))
-
-
-# ---------------------------------------------------------------- stages: [(what is asked, answer)]
-
-
-def waits(out, small):
-    answers = []
-    for name in ("ppo", "grpo"):
-        if torch.version.cuda is None:  # the pretended GPU is for CPU builds of PyTorch
-            words = words_of(name, out / "waits", COUNTED)
-            said = start(sys.executable, ROOT / "tests/pretend_gpu.py", *words)
-            rows = re.findall(r"^(rollout|update) +(\d+) +(\d+) +\d+ +(\d+) +(\d+)$", said, re.MULTILINE)
-            found = {phase: [int(a) + int(b), int(c), int(d)] for phase, a, b, c, d in rows}
-        else:
-            found = measured("waits", name, out / "waits", COUNTED)
-        for phase, unit in (("rollout", "tokens"), ("update", "backward passes")):
-            both = found[phase], PRETENDED[name][phase]
-            counts = [f"{stops} waits, {kernels:,} kernels in {n} {unit}" for n, stops, kernels in both]
-            answers.append((f"{name}, {phase}", f"{counts[0]}; pretended: {counts[1]}"))
-    return answers
-
-
-def resume(out, small):
-    answers = []
-    for name in ALGORITHMS[1:2] if small else ALGORITHMS:
+def resume(out):
+    for path in TRAINERS:
+        name = Path(path).stem
+        words = ["MAX_STEPS=4", "EVAL_EVERY_N_STEPS=2", "SAVE_EVERY_N_STEPS=2", "MAX_EVAL_PROMPTS=40"]
         whole, cut = out / f"{name}_whole", out / f"{name}_cut"
-        constants = {**SHORT, **MINED.get(name, {})}
-        train(name, whole, constants)
-        shutil.rmtree(cut, ignore_errors=True)
-        shutil.copytree(whole, cut)
-        shutil.rmtree(cut / "step_4")
-        train(name, cut, {**constants, "RESUME": "yes"})
-        answers.append((f"{name}: a resumed run has the whole one's bytes", same(whole, cut)))
-    return answers
+        train(path, whole, *words)
+        program = subprocess.Popen(
+            [sys.executable, *arguments(path, cut, *words)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        while program.poll() is None and not (cut / "step_2/training_state.pt").exists():
+            time.sleep(0.02)
+        program.send_signal(signal.SIGKILL)
+        program.wait()
+        train(path, cut, *words)
+        equal = without_clock(whole / "logs/metrics.jsonl") == without_clock(cut / "logs/metrics.jsonl")
+        for file in ("logs/samples.jsonl", "step_4/policy/model.safetensors"):
+            equal &= (whole / file).read_bytes() == (cut / file).read_bytes()
+        report(f"{name} killed and resumed", "equal bytes" if equal else "DIFFERENT BYTES")
 
 
-def two(out, small):
-    if torch.cuda.device_count() < 2 and not small:
-        return [("the same bytes on one and two GPUs", "there is one GPU")]
-    answers = []
-    for name in ALGORITHMS[1:2] if small else ALGORITHMS:
-        one, both = out / f"{name}_whole", out / f"{name}_two"  # the stage resume made the first
-        words = "-m torch.distributed.run --standalone --nproc_per_node=2".split()
-        train(name, both, {**SHORT, **MINED.get(name, {})}, sys.executable, *words)
-        answers.append((f"{name}: the same bytes on one and two processes", same(one, both)))
-    return answers
+def profile(work):
+    """Runs work(). Returns how often the host waited for the device, by call."""
+    with torch.profiler.profile() as profiler:
+        work()
+    calls = Counter(event.name for event in profiler.events())
+    waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+    kernels = sum(n for name, n in calls.items() if name.startswith(("cudaLaunchKernel", "cuLaunchKernel")))
+    return sum(calls[name] for name in waits), kernels
 
 
-def model_of(out, small):
-    folder = out / "model"
-    if not small and not folder.exists():
-        speed.random_model(folder, "qwen")
-    return speed.TINY if small else folder
+def waits(out):
+    for path in ("ppo/ppo.py", "grpo/grpo.py"):
+        module = load(path, OUTPUT_DIR=str(out / "waits"), RESUME="no", EVAL_DATASETS=[], TEMPERATURE=3.0)
+        trainer = getattr(module, TRAINERS[path])()
+        trainer.state.step = 1
+        transformers.set_seed(1)
+        trainer.generator = torch.Generator().manual_seed(1)
+        batch = {}
+        trainer.rollout(trainer.next_prompts())  # compiles and warms up
+        count, kernels = profile(lambda: batch.update(rollout=trainer.rollout(trainer.next_prompts())))
+        report(f"{Path(path).stem} rollout of {module.MAX_NEW_TOKENS} tokens", f"{count} waits, {kernels} kernels")
+        trainer.run.lock.release(force=True)
 
 
-def memory(out, small):
-    constants = {
-        "ACTOR_MODEL": model_of(out, small),
-        "DTYPE": "bfloat16",
-        "MAX_STEPS": 1,
-        "EVAL_DATASETS": [],
-        "SAVE_EVERY_N_STEPS": 0,
-        "BATCH_SIZE": 2 if small else 8,
-        "GRADIENT_ACCUMULATION_STEPS": 1,
-        "GROUP_SIZE": 4 if small else 8,
-        "MAX_NEW_TOKENS": 16 if small else 512,
-        "RESUME": "no",
-    }
-    answers = []
-    for rank, checkpointing in itertools.product((0, 8), (False, True)):
-        more = {"LORA_RANK": rank, "GRADIENT_CHECKPOINTING": checkpointing}
-        peak = measured("memory", "grpo", out / "memory", {**constants, **more})
-        name = f"LORA_RANK={rank} GRADIENT_CHECKPOINTING={checkpointing}"
-        answers.append((f"a grpo step, {name}", f"at most {peak:,.0f} MiB"))
-    return answers
+def random_qwen(folder):
+    """Writes a random model of Qwen2.5-0.5B's shape with the tiny tokenizer. Returns its folder."""
+    config = transformers.Qwen2Config(
+        vocab_size=151_936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(1)
+    transformers.Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(ROOT / "data/tiny/policy").save_pretrained(folder)
+    return folder
 
 
-def bandwidth(device, size):
-    """Bytes a second of memory: a copy reads and writes each byte; the best of ten."""
-    source, to = torch.zeros(2, size, dtype=torch.uint8, device=device)
-    best = math.inf
+def bandwidth():
+    """Returns bytes per second, read and written, of a large copy on the device."""
+    source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    target.copy_(source)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
     for _ in range(10):
-        started = time.perf_counter()
-        to.copy_(source)[:1].item()
-        best = min(best, time.perf_counter() - started)
-    return 2 * size / best
+        target.copy_(source)
+    torch.cuda.synchronize()
+    return 10 * 2 * len(source) / (time.perf_counter() - started)
 
 
-def rollouts(out, small):
-    model = model_of(out, small)
-    rate = bandwidth("cuda", 2**30) if torch.cuda.is_available() else bandwidth("cpu", 2**26)
-    weights = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
-    answers = [("memory's bandwidth, a copy", f"{rate / 1e9:,.0f} GB/s")]
-    for prompts in (1, 2) if small else (8, 32):
-        work = [str(model), 32, "even", prompts, 1 if small else 2, 16 if small else 256]
-        found = speed.child("rollout", *work)
-        found["without shared prompts"] = speed.child("rollout", *work, shared=False)["ours"]
-        found["at the bandwidth"] = 8 * prompts * rate / weights  # all weights for a token of every row
-        rates = "; ".join(f"{name} {x:,.0f}" for name, x in found.items())
-        answers.append((f"tokens a second, float32, {8 * prompts} rows", rates))
-    return answers
+def step(out):
+    model = random_qwen(out / "qwen")
+    for label, constants in {
+        "bfloat16": {},
+        "bfloat16, checkpointing": {"GRADIENT_CHECKPOINTING": True},
+        "bfloat16, LoRA 16": {"LORA_RANK": 16},
+    }.items():
+        options = {
+            "ACTOR_MODEL": str(model),
+            "DTYPE": "bfloat16",
+            "BATCH_SIZE": 64,
+            "GROUP_SIZE": 8,
+            "MAX_NEW_TOKENS": 256,
+            "LEARNING_RATE": 1e-6,
+            "REWARD_FUNCTIONS": [("length_penalty", 1.0)],
+            "EVAL_DATASETS": [],
+            "OUTPUT_DIR": str(out / "step"),
+            "RESUME": "no",
+            **constants,
+        }
+        module = load("grpo/grpo.py", **options)
+        trainer = module.GRPOTrainer()
+        trainer.run.open(trainer.state)
+        for number in (1, 2):  # the first one warms up
+            torch.cuda.reset_peak_memory_stats()
+            trainer.state.step = number
+            trainer.seconds = Counter()
+            trainer.generator = torch.Generator().manual_seed(number)
+            batch = trainer.rollout(trainer.next_prompts())
+            trainer.compute_advantages(batch)
+            torch.cuda.synchronize()
+            trainer.update(batch)
+            torch.cuda.synchronize()
+        seconds = {name: round(x, 1) for name, x in trainer.seconds.items()}
+        tokens = batch.mask.sum().item()
+        gigabytes = torch.cuda.max_memory_allocated() / 2**30
+        report(f"GRPO step, 64 x 8 x 256, {label}", f"{seconds}, {gigabytes:.1f} GiB")
+        # A token reads all weights and the cache once: 2 bytes per weight, 2 * 2 * 64 * 2 bytes per layer
+        # and position
+        weights = 2 * sum(p.numel() for p in trainer.actor.parameters())
+        cache = 512 * 24 * 512 * (256 / 2 + len(batch.rows[0]["ids"]))
+        limit = 256 * (weights + cache) / bandwidth()
+        rate = tokens / seconds["rollout"]
+        report("  tokens per second", f"{rate:,.0f}; bandwidth's limit is {limit:.2f} s for the rollout")
+        trainer.run.close(trainer.state)
+        del module, trainer, batch
+        torch.cuda.empty_cache()
 
 
-def runs(out, small):
-    answers = []
-    for name in ALGORITHMS:
-        more = {"MAX_STEPS": 2, "MAX_EVAL_PROMPTS": 20} if small else {}
-        more |= {"MINE_PROMPTS": 16} if small and name == "rce" else {}
-        started = time.perf_counter()
-        train(name, out / name, {"RESUME": "no", **more})
-        seconds = time.perf_counter() - started
-        first, *_, last = (f"{r['accuracy_sampled']:.3f}" for r in records(out / name, "eval"))
-        answers.append((f"{name}, its default run", f"sampled accuracy {first} to {last} in {seconds:.0f} s"))
-    return answers
+def two(out):
+    if torch.cuda.device_count() < 2:
+        report("two processes", "not run: one GPU")
+        return
+    words = ["MAX_STEPS=2", "MAX_EVAL_PROMPTS=20"]
+    one, _ = train("grpo/grpo.py", out / "one", *words)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    both, _ = train("grpo/grpo.py", out / "both", *words, launcher=launcher)
+    difference = max(abs(a["reward"] - b["reward"]) for a, b in zip(one, both))
+    report("one against two processes, reward", f"differs by {difference:.1e}")
 
 
-def gpu_speed(out, small):
-    return [("bench/speed.py gpu", start(sys.executable, ROOT / "bench/speed.py", "gpu").strip())]
-
-
-STAGES = {
-    "waits": waits,
-    "resume": resume,
-    "two": two,
-    "memory": memory,
-    "rollouts": rollouts,
-    "runs": runs,
-    "speed": gpu_speed,
-}
-
-
-def table(done):
-    """What is answered, in Markdown; texts of several lines follow the table."""
-    lines = [done["machine"] + "\n", "| stage | asked | answer |", "|---|---|---|"]
-    texts = []
-    for stage in (name for name in STAGES if name in done):
-        for asked, answer in done[stage]["answers"]:
-            if "\n" in str(answer):
-                texts.append(f"\n{asked}:\n\n{answer}")
-                answer = "below"
-            lines.append(f"| {stage}, {done[stage]['seconds']:.0f} s | {asked} | {answer} |")
-    return "\n".join(lines + texts)
-
-
-def main(words):
-    if words and words[0] in ("--memory", "--waits"):
-        return be_measured(*words)
-    small = "--small" in words or not torch.cuda.is_available()
-    stages = [word for word in words if word in STAGES] or [*STAGES]
-    folders = [word for word in words if word not in STAGES and word != "--small"]
-    out = Path(folders[0] if folders else ROOT / "checkpoints/gpu").resolve()
+def main(out=ROOT / "checkpoints/gpu", *names):
+    stages = {f.__name__: f for f in (step, waits, resume, curves, options, two)}
+    started = time.time()
+    out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    kept = out / "gpu.json"
-    done = json.loads(kept.read_text()) if kept.exists() else {}
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    done["machine"] = f"torch {torch.__version__}, {' and '.join(gpus) or 'no GPU: small sizes'}"
-    for stage in stages:
-        if stage in done:
-            continue
-        print(f"{stage} ...", flush=True)
-        started = time.perf_counter()
+    for name in names or stages:
         try:
-            answers = STAGES[stage](out, small)
-        except (Exception, SystemExit) as error:  # the next stage may go well
-            print(f"{stage} failed: {type(error).__name__}: {error}", flush=True)
-            continue
-        done[stage] = {"answers": answers, "seconds": time.perf_counter() - started}
-        kept.write_text(json.dumps(done, indent=1))
-    (out / "gpu.md").write_text(table(done) + "\n")
-    print(table(done))
+            stages[name](out)
+        except Exception as error:  # a stage that fails must not hide the others
+            report(name, f"FAILED: {type(error).__name__}: {str(error)[:300]}")
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    print(f"\n{name}, torch {torch.__version__}, {time.time() - started:.0f} s\n")
+    lines = ["| question | answer |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in table)]
+    (out / "gpu.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

@@ -9,8 +9,9 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, load_script
+from old import ROOT, load_script
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 CONSTANTS = """LOG TITLES USER ITEM TIME TITLE SPLIT VALID_SHARE TEST_SHARE LONGEST STRIDE MAX_HISTORY
     HISTORY_SHARE LEVELS CODES MODEL WIDTH SEED""".split()
 WORDS = "red blue green iron steel wooden".split()

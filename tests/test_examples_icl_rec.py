@@ -6,9 +6,11 @@ import math
 import sys
 
 import pytest
-from conftest import ROOT, read
+from old import ROOT, read
 from test_icl import toy_constants, write_rows
 from test_rec import SMALL, write_world
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture

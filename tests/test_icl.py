@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, assert_same_state, load_script, read, untimed
+from old import ROOT, assert_same_state, load_script, read, untimed
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -33,6 +33,7 @@ from transformers import (
     T5Model,
 )
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 FILE = "rce/rce_icl.py"
 MATHS = load_script(FILE)  # for its formulas, which take no constants
 INTENTS = "card loan cash rate lost fees".split()
@@ -526,7 +527,7 @@ def test_gold_answers_weigh_by_how_many_gave_them():
 def test_vqa_accuracy_is_the_official_leave_one_out_mean(agreeing, wanted):
     script = load_script(FILE)
     golds = ["yes"] * agreeing + [f"other {n}" for n in range(10 - agreeing)]
-    assert script.rewards.vqa_accuracy("Yes.", golds) == pytest.approx(wanted)
+    assert script.vqa_accuracy("Yes.", golds) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(
@@ -548,11 +549,11 @@ def test_vqa_accuracy_is_the_official_leave_one_out_mean(agreeing, wanted):
     ],
 )
 def test_answers_are_normalised_as_the_vqa_evaluation_does(said, same):
-    assert load_script(FILE).rewards.normalise_vqa(said) == load_script(FILE).rewards.normalise_vqa(same)
+    assert load_script(FILE).normalise_vqa(said) == load_script(FILE).normalise_vqa(same)
 
 
 def test_vqas_table_of_contractions_has_its_own_keys_alone():
-    normalise = load_script(FILE).rewards.normalise_vqa
+    normalise = load_script(FILE).normalise_vqa
     for said in ("lets go", "im", "ive", "couldntve", "its"):  # none of them is a key
         assert normalise(said) == said
     assert normalise("somebody'd") == "somebodyd"  # the one that goes the other way there
@@ -568,14 +569,14 @@ def test_of_several_golds_the_best_counts_unless_they_are_annotators():
     assert (taken["soft"], taken["hard"], taken["eval_mode"]) == (1, 1, "exact")
     script.GOLDS = "annotators"
     assert script.answer_accuracy("nyc", golds) == pytest.approx(1 / 6)
-    assert script.rewards.vqa_accuracy("nyc", golds) == pytest.approx(1 / 6)
+    assert script.vqa_accuracy("nyc", golds) == pytest.approx(1 / 6)
     assert script.gold_weights([*golds, "nyc"]) == pytest.approx({"NYC": 2 / 3, "New York": 1 / 3})
     script.take_answer(taken, "New York", {"golds": golds})
     assert taken["eval_mode"] == "vqa" and taken["soft"] == pytest.approx(1 / 6)
 
 
 def test_the_two_more_reward_modes_by_hand():
-    modes = load_script(FILE).rewards
+    modes = load_script(FILE)
     columns = [1, 0], [1.0, 0.0], [0.9, 0.4], [0.5, 0.5]
     assert modes.hard_plus_gtprob_plus_rel(*columns) == pytest.approx([2.9, 0.45])
 
@@ -2118,7 +2119,7 @@ def test_nothing_is_fitted_on_a_text_that_is_held_out(icl, monkeypatch):
     script.choose_rules(trainer)
     known = {demo["vector"].tobytes() for demo in trainer.demos}
     assert {vector.astype(np.float32).tobytes() for vector in vectors} <= known and len(vectors) > len(known)
-    prior = {script.rewards.normalise_vqa(demo["answer"]) for demo in trainer.demos}
+    prior = {script.normalise_vqa(demo["answer"]) for demo in trainer.demos}
     assert set(trainer.reader.prior) == prior and sum(trainer.reader.prior.values()) == pytest.approx(1)
 
 
@@ -3093,7 +3094,7 @@ def test_an_odd_input_ends_with_one_sentence(started, world, tmp_path, name):
     write, says = ODD[name]
     constants = {**write(tmp_path), "RCE_EPOCHS": 1, "EVAL_SHOTS": (2,), "TEST_QUERIES": 2}
     words = (f"{key}={value}" for key, value in toy_constants(world, tmp_path, **constants).items())
-    ended = started(FILE, *words, shrink=False)
+    ended = started(FILE, *words)
     assert ended.returncode == 2 and re.search(says, ended.stderr), ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
 

@@ -3,10 +3,9 @@
 import ast
 
 import pytest
-from conftest import ROOT
+from old import ROOT
+from old import TRAINERS as FILES
 
-FILES = ("ppo/ppo.py", "grpo/grpo.py", "rce/rce.py", "ppo/ppo_rag.py", "grpo/grpo_rec.py", "rce/rce_icl.py")
-FILES += ("ppo/sft.py", "ppo/reward_model.py", "rce/dpo.py")
 COMPREHENSION = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 OURS = ("self", "batch")  # objects on which attributes may be set
 TORCH_OWN = ("grad", "training", "data", "requires_grad")  # attributes that torch itself has

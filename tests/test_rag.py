@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from conftest import ROOT, assert_same_state, load_script, read, untimed
+from old import ROOT, assert_same_state, load_script, read, untimed
 from hypothesis import example, given, settings
 from hypothesis.strategies import floats, integers
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -33,6 +33,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 BASELINES = "fixed random best_fixed best_by_type tree oracle_greedy oracle every_action".split()
 NAMES = "Ada Bea Cid Dov Eli Fay Gus Hal Ida Jon Kim Leo Mia Ned Ola Pia".split()
 TOWNS = "Arle Bryn Cole Dune".split()

@@ -20,14 +20,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import NATS, ROOT, assert_same_state, load_script, read, share_prompts, untimed
+from old import NATS, ROOT, assert_same_state, load_script, read, share_prompts, untimed
 from hypothesis import example, given, settings
 from hypothesis.strategies import floats, integers
 from program import Program
+from safetensors.torch import load_file
 from torch.testing import assert_close
 
-import rewards
-
+pytestmark = pytest.mark.usefixtures("no_pictures")
 FILE = "grpo/grpo_rec.py"
 PLAIN = load_script(FILE)  # for functions that read no constant
 SMALL = {
@@ -935,16 +935,16 @@ def sasrec_words(tmp_path, monkeypatch):
 
 def test_ranking_reward_by_hand():
     d = [1, 1 / math.log2(3), 1 / 2]
-    assert rewards.ranking_reward([0, 1, 0]) == pytest.approx([-d[0] / sum(d), 1, -d[2] / sum(d)])
-    assert rewards.ranking_reward([0, 0, 0]) == [0, 0, 0]
-    assert rewards.ranking_reward([1, 1]) == [1, 1]
+    assert PLAIN.ranking_reward([0, 1, 0]) == pytest.approx([-d[0] / sum(d), 1, -d[2] / sum(d)])
+    assert PLAIN.ranking_reward([0, 0, 0]) == [0, 0, 0]
+    assert PLAIN.ranking_reward([1, 1]) == [1, 1]
 
 
 def test_value_and_min_max_by_hand():
     values = [[0.0, 1.0], [0.5, 0.2]]
-    assert rewards.history_value(values, [0, 0, 1], 1, 0.5) == pytest.approx((0.25 + 0.5 + 0.2) / 1.75)
-    assert rewards.min_max([3.0, 1.0, 2.0]) == [1.0, 0.0, 0.5] and rewards.min_max([2.0, 2.0]) == [0.0, 0.0]
-    assert rewards.rule_reward([], ["7", "8"], ["7", "9"]) == [1.0, 0.0]
+    assert PLAIN.history_value(values, [0, 0, 1], 1, 0.5) == pytest.approx((0.25 + 0.5 + 0.2) / 1.75)
+    assert PLAIN.min_max([3.0, 1.0, 2.0]) == [1.0, 0.0, 0.5] and PLAIN.min_max([2.0, 2.0]) == [0.0, 0.0]
+    assert PLAIN.rule_reward([], ["7", "8"], ["7", "9"]) == [1.0, 0.0]
 
 
 def test_each_group_is_ranked_by_itself_and_parts_add_up(rec):
@@ -954,10 +954,10 @@ def test_each_group_is_ranked_by_itself_and_parts_add_up(rec):
     items = torch.tensor([row["target"], 0, 1, 2, 3, 4])
     scores, parts = trainer.score_responses([row] * 3 + [other] * 3, items)
     names = trainer.catalogue.items
-    first = rewards.ranking_reward([float(names[i] == names[row["target"]]) for i in items[:3]])
-    second = rewards.ranking_reward([float(names[i] == names[other["target"]]) for i in items[3:]])
+    first = PLAIN.ranking_reward([float(names[i] == names[row["target"]]) for i in items[:3]])
+    second = PLAIN.ranking_reward([float(names[i] == names[other["target"]]) for i in items[3:]])
     assert parts["ranking"].tolist() == pytest.approx(first + second)
-    value = rewards.history_value(trainer.values, row["history"], row["target"], module.VALUE_DECAY)
+    value = PLAIN.history_value(trainer.values, row["history"], row["target"], module.VALUE_DECAY)
     assert parts["value"][0].item() == pytest.approx(value)
     assert parts["number_of"].tolist() == [float(names[i]) for i in items]
     wanted = 2 * parts["ranking"] + parts["rule"] + 0.5 * parts["value"] + 0.1 * parts["number_of"]
@@ -980,7 +980,7 @@ def test_each_part_has_its_own_weight_and_groups_are_rewarded_whole(rec):
 
     for name, mark in {"value": 1.0, "ranking": 3.0, "semantic": 5.0, "collaborative": 7.0}.items():
         setattr(trainer, f"{name}_reward", part(mark))
-    module.rewards = SimpleNamespace(rule_reward=part(10.0))
+    module.rule_reward = part(10.0)
     items = torch.arange(15) % 11
     scores, parts = trainer.score_responses([trainer.valid_rows[0]] * 15, items)
     wanted = (2.0 * 1 + 0.7 * 10 + 0.3 * 3 + 0.11 * 5 + 0.05 * 7) * (11 + items)
@@ -1569,7 +1569,7 @@ def rule(histories, items, targets):
         ({"STAGE": "rl", "ACTOR_MODEL": str(ROOT / "data/tiny/policy")}, "codes are new to"),
         ({"VALUE_WEIGHT": 0.0, "RULE_WEIGHT": 0.0}, "every reward weight is 0"),
         (
-            {"VALUE_WEIGHT": 0.0, "RULE_WEIGHT": 0.0, "REWARD_FUNCTIONS": [("rule_reward", 0.0)]},
+            {"VALUE_WEIGHT": 0.0, "RULE_WEIGHT": 0.0, "REWARD_FUNCTIONS": [("em", 0.0)]},
             "every reward weight is 0, those of REWARD_FUNCTIONS too",
         ),
         ({"REWARD_FUNCTIONS": [(rule, 1.0)]}, "REWARD_FUNCTIONS: the name 'rule' belongs to RULE_WEIGHT"),
@@ -1693,6 +1693,33 @@ def test_the_pictures_of_a_run_are_drawn(rec, tmp_path, request):
     trainer.test()
     pictures = [path.read_bytes()[:4] for path in (tmp_path / "run").glob("*.png")]
     assert pictures == [b"\x89PNG"] * 3
+
+
+def test_recommendation_has_an_adapter_on_what_sft_taught(rec, tmp_path):
+    for constants in ({}, {"STAGE": "rl", "REFERENCE_SYNC_STEPS": 1}):
+        module = rec(LORA_RANK=4, **constants)
+        with pytest.raises(module.UserError, match="LORA_RANK = 4 needs STAGE=rl with REFERENCE_SYNC"):
+            module.RecTrainer()
+    rec(STAGE="sft").RecTrainer().train()
+    given = {"STAGE": "rl", "LORA_RANK": 4, "LEARNING_RATE": 1e-3, "MAX_STEPS": 4, "SAVE_EVERY_N_STEPS": 2}
+    module = rec(**given, RESUME="no")
+    trainer = module.RecTrainer()
+    assert trainer.reference is trainer.actor and set(trainer.models) == {"policy"}
+    trainer.train()
+    out = tmp_path / "run"
+    taught = load_file(out / "sft/policy/model.safetensors")
+    frozen = {n: p for n, p in trainer.actor.named_parameters() if not p.requires_grad}
+    assert all(torch.equal(p, taught[name.replace(".base_layer", "")]) for name, p in frozen.items())
+    assert all(p.any() for p in trainer.actor.parameters() if p.requires_grad)
+    records = [r for r in read(out / "logs/metrics.jsonl") if r["phase"] == "train"]
+    assert records[0]["kl"] == 0 < records[-1]["kl"] and records[0]["first_ratio_deviation"] < NATS
+    wanted = (out / "step_4/policy/adapter_model.safetensors").read_bytes()
+    assert (out / "best/policy/model.safetensors").exists()
+    shutil.rmtree(out / "step_4")
+    again = rec(**given, RESUME="yes").RecTrainer()
+    assert again.run.step == 2
+    again.train()
+    assert (out / "step_4/policy/adapter_model.safetensors").read_bytes() == wanted
 
 
 def test_sft_then_rl_is_all(rec, tmp_path):

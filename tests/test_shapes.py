@@ -9,11 +9,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, load_script
+from old import ROOT, load_script
 from PIL import Image
 
-from rewards import normalise_vqa
-
+pytestmark = pytest.mark.usefixtures("no_pictures")
 TINY = {"TRAIN_ROWS": 80, "TEST_ROWS": 12, "BANK": 200, "BATCH": 5, "TOWER_STEPS": 2, "TRAIN_STEPS": 2}
 
 
@@ -49,9 +48,10 @@ def test_an_answer_is_the_value_between_the_word_of_its_sort_and_the_word_of_its
 
 def test_another_first_or_last_word_or_value_is_a_wrong_answer():
     shapes = load_shapes()
+    normalise = load_script("rce/rce_icl.py").normalise_vqa
     answers = set()
     for sort, opening, closing in itertools.product(shapes.SORTS, shapes.OPENINGS, shapes.CLOSINGS):
-        answers |= {normalise_vqa(f"{opening} {value} {closing}") for value in shapes.values_of(sort)}
+        answers |= {normalise(f"{opening} {value} {closing}") for value in shapes.values_of(sort)}
     values = {value for sort in shapes.SORTS for value in shapes.values_of(sort)}
     assert len(answers) == len(values) * 5 * 4
 

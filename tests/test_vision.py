@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, load_script
+from old import ROOT, load_script
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -40,6 +40,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {% for part in m.content %}{% if part.type == 'image' %}IMAGE"
     "{% else %}{{ part.text }}{% endif %}{% endfor %} {% endfor %}"

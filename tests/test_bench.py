@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, load_script
+from old import ROOT, load_script
 from transformers import PretrainedConfig
 
 # A program that writes into its OUTPUT_DIR, says how often it was started, and ends with the exit code of its
@@ -64,10 +64,11 @@ def test_an_out_is_refused_before_anything_was_measured(tmp_path):
         kept.read_results(tmp_path / "results.jsonl", [])
 
 
-@pytest.mark.parametrize("name", ["learning_curves", "icl_rules", "readme", "rec_exploration", "icl_rewards"])
+@pytest.mark.parametrize("name", ["icl_rules", "rec_exploration", "icl_rewards"])
 def test_without_a_seed_a_benchmark_shows_its_help(name, monkeypatch):
-    words = {"learning_curves": ["grpo/grpo.py"], "icl_rules": ["topics"], "readme": ["grpo"]}.get(name, [])
-    words = [*words, "MAX_STEPS=1"]
+    words = ["MAX_STEPS=1"]
+    if name == "icl_rules":
+        words = ["topics", *words]
     bench = load_script(f"bench/{name}.py")
     monkeypatch.setattr(sys, "argv", [name, *words])
     arguments = [words] if name in ("rec_exploration", "icl_rewards") else []
@@ -104,29 +105,6 @@ def test_without_gsm8ks_file_its_place_is_named(tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------- others
-
-
-def test_a_step_without_the_metric_of_every_seed_is_skipped(monkeypatch, capsys):
-    bench = load_script("bench/learning_curves.py")
-    one = {0: {"reward": 0.1}, 5: {"reward": 0.2}}
-    other = {0: {"reward": 0.3}, 5: {"reward": None}}
-    runs = {"1": one, "2": other}
-    monkeypatch.setattr(bench, "run_seed", lambda script, seed, overrides, folder: (runs[seed], 1.0, 1.0))
-    monkeypatch.setattr(sys, "argv", ["learning_curves.py", "grpo/grpo.py", "1", "2"])
-    bench.main()
-    lines = [line for line in capsys.readouterr().out.splitlines() if "step " in line]
-    assert [line.split() for line in lines] == [
-        ["step", "0", "0.100", "0.300", "0.200", "(0.100", "to", "0.300)"]
-    ]
-
-
-def test_continuations_are_cut_at_the_length_of_a_whole_response():
-    joined = load_script("bench/critic.py").joined
-    starts = [[5, 6], [5, 6], [], [5, 6, 7]]
-    continuations = [[7, 1], [7, 8, 1], [1], [8, 9]]
-    whole, truncated = joined(starts, continuations, 4, {1, 3})
-    assert whole == [[5, 6, 7, 1], [5, 6, 7, 8], [1], [5, 6, 7, 8]]
-    assert truncated == [False, True, False, True]
 
 
 def test_bench_icl_takes_over_the_constants_of_a_run(tmp_path):

@@ -1,0 +1,152 @@
+"""Arguments, constants, messages and exit codes, as a user meets them."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TRAINERS, load, small
+from program import Program
+
+PATHS = list(TRAINERS)
+
+
+def run(path, *words, **environment):
+    """Runs a trainer without a terminal, and with the small constants unless `words` say otherwise."""
+    constants = {"MAX_NEW_TOKENS": 16, **small(path)}
+    words = [f"{key}={value}" for key, value in constants.items()] + [str(word) for word in words]
+    return Program(ROOT / path, *words, cwd=ROOT, environment=environment).wait()
+
+
+@pytest.fixture
+def grpo():
+    return load("grpo/grpo.py")
+
+
+def test_an_argument_has_the_type_of_its_constant(grpo, monkeypatch):
+    words = ["LEARNING_RATE=1", "MAX_STEPS=None", "GROUP_SIZE=3", "ACTOR_MODEL=12", "USE_WANDB=True"]
+    words += ["REWARD_FUNCTIONS=[('last_number', 0.5)]", "OUTPUT_DIR=~/run", "CLIP_RANGE_HIGH=0.3"]
+    monkeypatch.setenv("HOME", "/home/someone")
+    grpo.apply_overrides(words)
+    values = (grpo.LEARNING_RATE, grpo.MAX_STEPS, grpo.GROUP_SIZE, grpo.ACTOR_MODEL, grpo.USE_WANDB)
+    assert values == (1.0, None, 3, "12", True) and type(grpo.LEARNING_RATE) is float
+    assert grpo.REWARD_FUNCTIONS == [("last_number", 0.5)] and grpo.OUTPUT_DIR == "/home/someone/run"
+    assert grpo.CLIP_RANGE_HIGH == 0.3
+
+
+def test_a_file_holds_arguments(grpo, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    file = tmp_path / "recipe.txt"
+    file.write_text("# a recipe\n\n GROUP_SIZE=16\nPROMPT_TEMPLATE=Sum: {input} = ?\nOUTPUT_DIR=~/run\n")
+    grpo.apply_overrides([f"@{file}", "GROUP_SIZE=4"])
+    assert (grpo.GROUP_SIZE, grpo.PROMPT_TEMPLATE) == (4, "Sum: {input} = ?")
+    assert grpo.OUTPUT_DIR == "/home/someone/run"
+
+
+@pytest.mark.parametrize(
+    "word, message",
+    [
+        ("GROUPSIZE=4", "GROUP_SIZE"),
+        ("learning_rate=1", "LEARNING_RATE"),
+        ("GROUP_SIZE=2.5", "GROUP_SIZE"),
+        ("GROUP_SIZE=two", "GROUP_SIZE"),
+        ("USE_WANDB=yes", "USE_WANDB"),
+        ("MAX_STEPS=", "MAX_STEPS"),
+        ("--help-me", "KEY=VALUE"),
+    ],
+)
+def test_a_wrong_argument_is_named(grpo, word, message):
+    with pytest.raises(ValueError, match=message):
+        grpo.apply_overrides([word])
+
+
+@pytest.mark.parametrize(
+    "path, constants",
+    [
+        ("grpo/grpo.py", {"LOSS_TYPE": "grop"}),
+        ("grpo/grpo.py", {"KL_ESTIMATOR": "k1"}),
+        ("grpo/grpo.py", {"SCALE_REWARDS": "std"}),
+        ("grpo/grpo.py", {"GROUP_SIZE": 1}),
+        ("grpo/grpo.py", {"REFERENCE_SYNC_STEPS": 5}),
+        ("grpo/grpo.py", {"DUAL_CLIP": 3.0, "LOSS_TYPE": "sapo"}),
+        ("ppo/ppo.py", {"KL_TARGET": 0.1, "KL_COEF": 0.0}),
+        ("ppo/ppo.py", {"LAM": 1.5}),
+        ("ppo/ppo.py", {"DUAL_CLIP": 1.0}),
+        *((path, {"DTYPE": "float16"}) for path in PATHS),
+        *((path, {"TEMPERATURE": 0.0}) for path in PATHS),
+        *((path, {"LR_SCHEDULER_TYPE": "constant"}) for path in PATHS),
+        *((path, {"PROMPT_TEMPLATE": "Question:"}) for path in PATHS),
+        *((path, {"REWARD_FUNCTIONS": [], "REWARD_MODEL": None}) for path in PATHS[:2]),
+        ("rce/rce.py", {"REWARD_MODE": "hard"}),
+        ("rce/rce.py", {"ANSWER_FORM": "####"}),
+        ("grpo/grpo.py", {"REFERENCE_MODEL": "data/tiny/policy"}),
+    ],
+)
+def test_a_constant_that_would_be_silently_wrong_is_refused(path, constants):
+    module = load(path, **constants)
+    name = next(iter(constants))
+    with pytest.raises(ValueError, match="reward function" if name == "REWARD_FUNCTIONS" else name):
+        module.check_constants()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_shipped_constants_are_allowed(path):
+    load(path).check_constants()
+
+
+@pytest.mark.parametrize(
+    "word, named",
+    [
+        ("ACTOR_MODEL=no/such/model", "no/such/model"),
+        ("ACTOR_MODEL=data/tiny/pairs.jsonl", "data/tiny/pairs.jsonl"),
+        ("RESUME=no/such/run", "no/such/run"),
+        ("@no_such_file", "no_such_file"),
+        ("REWARD_FUNCTIONS=[('exakt_answer', 1.0)]", "exakt_answer"),
+        ("TRAIN_DATASETS=[{'path': 'no.jsonl', 'type': 'jsonl', 'input': 'x'}]", "no.jsonl"),
+        ("DEVICE=cuda", "CUDA"),
+    ],
+)
+def test_what_a_user_gets_wrong_ends_with_one_line_and_exit_code_2(tmp_path, word, named):
+    done = run("grpo/grpo.py", word, f"OUTPUT_DIR={tmp_path}/run")
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 2 and len(lines) == 1, done.stderr
+    assert lines[0].startswith("grpo.py: ") and named in lines[0]
+
+
+def test_a_fault_in_a_users_reward_function_keeps_its_traceback(tmp_path):
+    program = tmp_path / "mine.py"
+    program.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT / 'grpo')!r})\nimport grpo\n"
+        "def mine(prompts, responses, answers):\n    return [1 / 0]\n"
+        "grpo.REWARD_FUNCTIONS = [(mine, 1.0)]\ngrpo.train_main()\n"
+    )
+    words = [f"{key}={value}" for key, value in small("grpo/grpo.py", OUTPUT_DIR=tmp_path / "run").items()]
+    done = Program(program, *words, cwd=ROOT).wait()
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr and "in mine" in done.stderr
+
+
+def test_two_runs_do_not_write_into_one_folder(make, tmp_path):
+    trainer = make("grpo/grpo.py")
+    done = run("grpo/grpo.py", f"OUTPUT_DIR={trainer.run.folder}")
+    assert done.returncode == 2 and f"{tmp_path}/run.lock" in done.stderr
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_help_prints_the_docstring_and_the_constants(path):
+    done = subprocess.run([sys.executable, ROOT / path, "-h"], capture_output=True, text=True)
+    assert done.returncode == 0 and "To change" in done.stdout and "SEED = 1" in done.stdout
+    assert "def " not in done.stdout
+
+
+@pytest.mark.parametrize("variable", ["RANK=16", "WORLD_SIZE=2", "LOCAL_RANK=3"])
+def test_a_launchers_leftovers_in_the_environment_change_nothing(tmp_path, variable):
+    name, value = variable.split("=")
+    done = run("grpo/grpo.py", f"OUTPUT_DIR={tmp_path}/run", **{name: value})
+    assert done.returncode == 0 and "Done at step 2" in done.stdout, done.stderr
+
+
+def test_a_closed_standard_input_is_no_terminal(make, tmp_path):
+    make("grpo/grpo.py", MAX_STEPS=2).train()
+    words = [f"{k}={v}" for k, v in small("grpo/grpo.py", OUTPUT_DIR=tmp_path / "run", RESUME="ask").items()]
+    command = ["sh", "-c", f'exec {sys.executable} grpo/grpo.py "$@" <&-', "sh", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "Found checkpoint" in done.stdout, done.stderr

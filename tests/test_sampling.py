@@ -1,0 +1,230 @@
+"""What is sampled, where it ends, and that the update reads the very same tokens."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from conftest import TINY, load
+
+PATHS = ["ppo/ppo.py", "grpo/grpo.py"]
+
+
+def copied_policy(folder, generation=None, **tokenizer):
+    """Returns a copy of the tiny policy whose settings are changed."""
+    shutil.copytree(TINY / "policy", folder)
+    for name, changes in {"generation_config": generation or {}, "tokenizer_config": tokenizer}.items():
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return str(folder)
+
+
+def test_sample_tokens_inverts_the_cumulative_distribution():
+    grpo = load("grpo/grpo.py")
+    probabilities = torch.tensor([[0.2, 0.0, 0.3, 0.5]] * 5)
+    uniform = torch.tensor([0.0, 0.19999, 0.2001, 0.5001, 0.99999994])
+    assert grpo.sample_tokens(probabilities, uniform).tolist() == [0, 0, 2, 3, 3]
+
+
+def test_sampled_frequencies_are_the_probabilities():
+    grpo = load("grpo/grpo.py")
+    probabilities = torch.tensor([[0.1, 0.2, 0.7]]).expand(20_000, 3)
+    ids = grpo.sample_tokens(probabilities, torch.rand(20_000, generator=torch.Generator().manual_seed(1)))
+    assert (ids.bincount() / 20_000).tolist() == pytest.approx([0.1, 0.2, 0.7], abs=0.02)
+
+
+def test_greedy_responses_are_those_of_generate(make):
+    trainer = make("grpo/grpo.py", MAX_NEW_TOKENS=24)
+    batch = trainer.respond(trainer.eval_rows, None)
+    for row, ids in zip(trainer.eval_rows, batch.response_ids):
+        prompt = torch.tensor([row["ids"]])
+        want = trainer.actor.generate(
+            prompt, do_sample=False, max_new_tokens=24, eos_token_id=trainer.end_ids
+        )
+        assert ids == want[0, prompt.shape[1] :].tolist()
+    assert trainer.generate_response(trainer.eval_rows[0]["prompt"]) == batch.texts[0]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_mask_holds_the_first_end_and_nothing_after_it(make, path):
+    trainer = make(path)
+    module = trainer.module
+    end, x = trainer.end_ids[0], 40
+    ids = torch.tensor([[x, end, x, end], [end, x, x, x], [x, x, x, x], [x, x, x, end]])
+    module.MAX_NEW_TOKENS = 4
+    module.generate = lambda *arguments: (ids, torch.full((4, 4), -1.0), torch.ones(4, 4))
+    batch = trainer.respond(trainer.train_rows[:4], torch.zeros(4, 4))
+    assert batch.mask.tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
+    assert batch.lengths.tolist() == [2, 1, 4, 4]
+    assert batch.truncated.tolist() == [False, False, True, False]
+    assert batch.response_ids == [[x, end], [end], [x] * 4, [x, x, x, end]]
+    assert batch.texts == [trainer.tokenizer.decode([x] * n) for n in (1, 0, 4, 3)]
+    assert batch.logprobs.tolist() == (-batch.mask).tolist()
+
+
+def test_responses_and_log_probabilities_do_not_depend_on_the_batch(make):
+    trainer = make("grpo/grpo.py")
+    rows = sorted(trainer.train_rows[:40], key=lambda row: len(row["ids"]))[::8]
+    assert len({len(row["ids"]) for row in rows}) > 1
+    uniform = torch.rand(len(rows), 32, generator=torch.Generator().manual_seed(3))
+    together = trainer.respond(rows, uniform)
+    for i, row in enumerate(rows):
+        alone = trainer.respond([row], uniform[i : i + 1])
+        assert alone.response_ids[0] == together.response_ids[i]
+        assert torch.allclose(alone.logprobs[0], together.logprobs[i], atol=1e-4)
+        assert torch.allclose(alone.entropies[0], together.entropies[i], atol=1e-4)
+
+
+def test_a_reward_model_gives_the_same_score_under_any_padding(make):
+    trainer = make("ppo/ppo.py")
+    prompts = [row["prompt"] for row in trainer.eval_rows]
+    responses = ["#### 7", "1+1=2\n#### 2", "", "5", "3+4=7\n3+4=7\n#### 7", "#### 12"]
+    together = trainer.reward_model_score(prompts, responses)
+    alone = [trainer.reward_model_score([p], [r]).item() for p, r in zip(prompts, responses)]
+    assert together.tolist() == pytest.approx(alone, abs=1e-5) and len(set(alone)) > 1
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(TINY / "reward_model")
+    chat = [{"role": "user", "content": prompts[0]}, {"role": "assistant", "content": responses[0]}]
+    ids = trainer.reward_tokenizer.apply_chat_template(chat, return_dict=True, return_tensors="pt")
+    assert model(**ids).logits.item() == pytest.approx(alone[0], abs=1e-4)
+
+
+def test_an_encoder_can_be_the_reward_model(make, tmp_path):
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.BertConfig(vocab_size=82, num_labels=1, pad_token_id=0, **size)
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
+    transformers.AutoTokenizer.from_pretrained(TINY / "policy").save_pretrained(tmp_path / "bert")
+    trainer = make("grpo/grpo.py", REWARD_MODEL=str(tmp_path / "bert"))
+    scores = trainer.reward_model_score(["What is 1 + 1?", "What is 2 + 3?"], ["2", "Two and three are 5."])
+    alone = trainer.reward_model_score(["What is 1 + 1?"], ["2"])
+    assert scores[0].item() == pytest.approx(alone.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_end_token_is_trained(make, path):
+    """The gradient at the end is not 0: with the mask one token short, a policy never learns to stop."""
+    trainer = make(path)
+    batch = trainer.rollout(trainer.train_rows[:4])
+    row = int(batch.lengths.argmin())
+    logprobs, _ = trainer.module.logprobs_and_entropy(trainer.actor, batch, torch.tensor([row]))
+    assert not batch.truncated[row] and logprobs.shape[1] == batch.lengths[row]
+    assert batch.ids[row, logprobs.shape[1] - 1].item() in trainer.end_ids
+    logprobs[0, -1].backward()
+    assert trainer.actor.lm_head.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_gradient_checkpointing_gives_the_same_gradient(make, path):
+    gradients = []
+    for checkpointing in (False, True):
+        trainer = make(path, GRADIENT_CHECKPOINTING=checkpointing)
+        trainer.seed_step()
+        batch = trainer.rollout(trainer.train_rows[:2])
+        logprobs, _ = trainer.module.logprobs_and_entropy(trainer.actor, batch, torch.arange(8))
+        (logprobs * batch.mask[:, : logprobs.shape[1]]).sum().backward()
+        gradients.append([p.grad for p in trainer.actor.parameters()])
+        assert not any(module.training for module in trainer.actor.modules())
+    assert all(torch.allclose(a, b, atol=1e-3, rtol=1e-3) for a, b in zip(*gradients))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_dropout_is_off_in_the_update(make, tmp_path, path):
+    folder = copied_policy(tmp_path / "policy")
+    config = tmp_path / "policy/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "attention_dropout": 0.5}))
+    trainer = make(path, ACTOR_MODEL=folder, GRADIENT_CHECKPOINTING=True, MAX_STEPS=2)
+    trainer.train()  # the guard would end the run
+
+
+def test_the_cache_is_bfloat16_where_the_model_computes_in_bfloat16(make):
+    trainer = make("grpo/grpo.py", DTYPE="bfloat16")
+    with torch.no_grad():
+        prefix = trainer.module.Prefix(trainer.actor, [row["ids"] for row in trainer.train_rows[:2]])
+    assert {layer.keys.dtype for layer in prefix.cache.layers} == {torch.bfloat16}
+    assert {p.dtype for p in trainer.actor.parameters()} == {torch.float32}
+
+
+def test_each_distinct_prompt_is_read_once_for_all_its_rows(make):
+    trainer = make("grpo/grpo.py")
+    sizes = []
+    original = trainer.actor.forward
+    trainer.actor.forward = lambda *a, **k: sizes.append(tuple(k["input_ids"].shape)) or original(*a, **k)
+    rows = [row for row in trainer.train_rows[:3] for _ in range(4)]
+    trainer.respond(rows, torch.rand(12, 32))
+    assert sizes[0] == (3, max(len(row["ids"]) for row in rows)) and sizes[1] == (12, 1)
+
+
+# ---------------------------------------------------------------- where a response ends
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_token_by_which_the_template_ends_a_turn_ends_a_response(make, tmp_path, path):
+    """A base model with a chat template: its EOS is another token than the one that ends a turn."""
+    folder = copied_policy(tmp_path / "policy", {"eos_token_id": 0}, eos_token="<pad>")
+    template = tmp_path / "policy/chat_template.jinja"
+    template.write_text(template.read_text().replace("eos_token", "'<eos>'"))
+    trainer = make(path, ACTOR_MODEL=folder)
+    assert trainer.end_ids == [0, 1]
+    batch = trainer.rollout(trainer.train_rows[:4])
+    assert batch.truncated.float().mean() < 0.5
+    trainer.run.open(trainer.state)
+    trainer.save_best()
+    saved = json.loads((trainer.run.folder / "best/policy/generation_config.json").read_text())
+    assert saved["eos_token_id"] == [0, 1]
+
+
+def test_all_ends_of_the_generation_config_end_a_response(make, tmp_path):
+    trainer = make("grpo/grpo.py", ACTOR_MODEL=copied_policy(tmp_path / "policy", {"eos_token_id": [3, 1]}))
+    assert trainer.end_ids == [1, 3]
+
+
+def test_a_model_without_an_end_is_refused(make, tmp_path):
+    folder = copied_policy(tmp_path / "policy", {"eos_token_id": None}, eos_token=None)
+    (tmp_path / "policy/chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="has no EOS token"):
+        make("grpo/grpo.py", ACTOR_MODEL=folder)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_token_ids_without_an_embedding_are_refused(make, tmp_path, path):
+    """At the start for the end and the prompts, in the reward model before it reads."""
+    folder = copied_policy(tmp_path / "policy", {"eos_token_id": 82})
+    with pytest.raises(ValueError, match="has 82 embeddings.*token 82"):
+        make(path, ACTOR_MODEL=folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY / "reward_model")
+    shutil.copytree(TINY / "reward_model", tmp_path / "reward_model")
+    tokenizer.add_tokens(["Response"])
+    tokenizer.save_pretrained(tmp_path / "reward_model")
+    trainer = make(path, REWARD_MODEL=str(tmp_path / "reward_model"))
+    with pytest.raises(ValueError, match="reward_model has 82 embeddings.*token 82"):
+        trainer.reward_model_score(["x"], ["Response"])
+
+
+def test_rewards_see_special_tokens_but_not_the_end(make, tmp_path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY / "policy")
+    special = tokenizer.convert_ids_to_tokens(41)
+    folder = copied_policy(tmp_path / "policy", extra_special_tokens=[special])
+    trainer = make("grpo/grpo.py", ACTOR_MODEL=folder)
+    assert special in trainer.tokenizer.all_special_tokens
+    ids = torch.full((1, 32), 40)
+    ids[0, 1], ids[0, 2] = 41, trainer.end_ids[0]
+    trainer.module.generate = lambda *arguments: (ids, torch.zeros(1, 32), torch.zeros(1, 32))
+    batch = trainer.respond(trainer.train_rows[:1], torch.zeros(1, 32))
+    assert special in batch.texts[0] and "eos" not in batch.texts[0]
+
+
+# ---------------------------------------------------------------- micro-batches
+
+
+def test_micro_batches_take_the_longest_rows_first_and_fit_the_memory(make):
+    trainer = make("grpo/grpo.py", MICRO_BATCH_ROWS=5, GROUP_SIZE=2)
+    batch = trainer.rollout(trainer.train_rows[:6])
+    chunks = trainer.module.micro_batches(trainer.actor, batch, torch.arange(12))
+    assert [len(chunk) for chunk in chunks] == [5, 5, 2]
+    assert sorted(i for chunk in chunks for i in chunk.tolist()) == list(range(12))
+    longest = [batch.lengths[chunk].max().item() for chunk in chunks]
+    assert longest == sorted(longest, reverse=True)
+    trainer.module.MICRO_BATCH_ROWS = None
+    rows = trainer.module.micro_batch_rows(trainer.actor, batch)
+    trainer.actor.config.vocab_size = 10_000_000
+    assert 1 == trainer.module.micro_batch_rows(trainer.actor, batch) < rows <= 64
