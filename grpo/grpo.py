@@ -589,11 +589,9 @@ class GRPOTrainer:
             sample |= {"response": batch.texts[i], "truncated": batch.truncated[i].item()}
             sample |= {"reward": batch.scores[i].item(), "advantage": advantages[i].item()}
             self.run.write("samples.jsonl", step=step, **sample)
-        remaining = timedelta(seconds=round(sum(self.seconds.values()) * (self.total_steps - step)))
+        eta = timedelta(seconds=round(sum(self.seconds.values()) * (self.total_steps - step)))
         line = "Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} R:{reward:.2f} A:{advantage_abs:.2f} "
-        line += (
-            f"E:{{entropy:.3f}} LR:{{learning_rate:.2e}}  step {step}/{self.total_steps}, {remaining} left"
-        )
+        line += f"E:{{entropy:.3f}} LR:{{learning_rate:.2e}}  step {step}/{self.total_steps}, {eta} left"
         self.run.log(line.format(epochs=NUM_EPOCHS, **metrics))
 
     def response_metrics(self, batch):

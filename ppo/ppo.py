@@ -568,10 +568,10 @@ class PPOTrainer:
             sample = {name: batch.rows[i][name] for name in ("id", "prompt", "answer")}
             sample |= {"response": batch.texts[i], "truncated": batch.truncated[i].item()}
             self.run.write("samples.jsonl", step=step, **sample, reward=batch.scores[i].item())
-        time_left = timedelta(seconds=round(sum(self.seconds.values()) * (self.total_steps - step)))
+        eta = timedelta(seconds=round(sum(self.seconds.values()) * (self.total_steps - step)))
         line = "Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} VL:{value_loss:.4f} R:{reward:.2f} "
         line += "A:{advantage_mean:.2f} E:{entropy:.3f} LR:{learning_rate:.2e} EV:{explained_variance:.2f}"
-        line += f"  step {step}/{self.total_steps}, {time_left} left"
+        line += f"  step {step}/{self.total_steps}, {eta} left"
         self.run.log(line.format(epochs=NUM_EPOCHS, **metrics))
 
     def response_metrics(self, batch):

@@ -655,8 +655,8 @@ class RCETrainer:
             self.run.write("samples.jsonl", step=step, **sample)
         line = "Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} R:{weighted_reward:.2f} "
         line += "N:{effective_candidates:.1f} E:{entropy:.3f} LR:{learning_rate:.2e}"
-        time_left = timedelta(seconds=round(sum(self.seconds.values()) * (self.total_steps - step)))
-        line += f"  step {step}/{self.total_steps}, {time_left} left"
+        eta = timedelta(seconds=round(sum(self.seconds.values()) * (self.total_steps - step)))
+        line += f"  step {step}/{self.total_steps}, {eta} left"
         self.run.log(line.format(epochs=NUM_EPOCHS * self.rounds, **metrics))
 
     def response_metrics(self, batch):
