@@ -913,7 +913,7 @@ def micro_batch_rows(model, batch):
     config = model.config.get_text_config()
     # Four copies of a token's logits in float32, and 80 bytes per layer and hidden unit: an estimate
     token_bytes = 16 * config.vocab_size + 80 * config.num_hidden_layers * config.hidden_size
-    return max(1, min(64, memory // 8 // (batch.ids.shape[1] * token_bytes)))
+    return max(1, min(64, memory // 8 // max(1, batch.ids.shape[1] * token_bytes)))
 
 
 # ================================================================ data

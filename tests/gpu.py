@@ -1,14 +1,14 @@
 """Everything that a GPU can show, in one command of a few minutes; prints a table (docs/results.md has one).
 
-    python tests/gpu.py                      # all stages, into checkpoints/gpu
-    python tests/gpu.py OUT curves resume    # into the folder OUT, some of the stages
+python tests/gpu.py                      # all stages, into checkpoints/gpu
+python tests/gpu.py OUT curves resume    # into the folder OUT, some of the stages
 
-    curves   ten steps of the default run of each trainer, in float32 and bfloat16
-    options  two steps with LORA_RANK and with GRADIENT_CHECKPOINTING
-    resume   a run that was killed after its first checkpoint ends with the bytes of one that was not
-    waits    how often sampling and the update wait for the GPU
-    step     seconds and memory of a GRPO step with a random model of Qwen2.5-0.5B's shape
-    two      the same first step on two GPUs as on one
+curves   ten steps of the default run of each trainer, in float32 and bfloat16
+options  two steps with LORA_RANK and with GRADIENT_CHECKPOINTING
+resume   a run that was killed after its first checkpoint ends with the bytes of one that was not
+waits    how often sampling and the update wait for the GPU
+step     seconds and memory of a GRPO step with a random model of Qwen2.5-0.5B's shape
+two      the same first step on two GPUs as on one
 """
 
 import importlib.util
@@ -92,7 +92,9 @@ def resume(out):
         whole, cut = out / f"{name}_whole", out / f"{name}_cut"
         train(path, whole, *words)
         program = subprocess.Popen(
-            [sys.executable, *arguments(path, cut, *words)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [sys.executable, *arguments(path, cut, *words)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         while program.poll() is None and not (cut / "step_2/training_state.pt").exists():
             time.sleep(0.02)
@@ -125,7 +127,10 @@ def waits(out):
         batch = {}
         trainer.rollout(trainer.next_prompts())  # compiles and warms up
         count, kernels = profile(lambda: batch.update(rollout=trainer.rollout(trainer.next_prompts())))
-        report(f"{Path(path).stem} rollout of {module.MAX_NEW_TOKENS} tokens", f"{count} waits, {kernels} kernels")
+        report(
+            f"{Path(path).stem} rollout of {module.MAX_NEW_TOKENS} tokens",
+            f"{count} waits, {kernels} kernels",
+        )
         trainer.run.lock.release(force=True)
 
 

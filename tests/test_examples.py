@@ -1,11 +1,12 @@
 """The programs of examples/: each trains for a step or two, and what it changes is seen."""
 
-import importlib.util
+import importlib
 import io
 import json
 import shutil
 import sys
 import urllib.request
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -23,24 +24,23 @@ def example(tmp_path, monkeypatch):
     """example("judge", KEY=value) imports examples/judge.py over a fresh and small trainer, its `script`. The
     module gets make(), which gives a trainer, and train(): the trainer and the records of its steps."""
     monkeypatch.setattr(Figure, "savefig", save_nothing)
-    monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
+    monkeypatch.syspath_prepend(ROOT / "examples")
 
     def run(name, path=GRPO, **constants):
-        once = {"MAX_STEPS": 1, "EVAL_DATASETS": [], "SAVE_EVERY_N_STEPS": 0, "OUTPUT_DIR": str(tmp_path)}
+        once = {"MAX_STEPS": 1, "EVAL_DATASETS": [], "OUTPUT_DIR": str(tmp_path / name)}
         script = load(path, **small(path, **once))
         script.GRPOTrainer = getattr(script, TRAINERS[path])  # turns.py stands over ppo.py, too
         monkeypatch.setitem(sys.modules, "grpo", script)
         monkeypatch.setitem(sys.modules, "ppo", script)
         sys.modules.pop("turns", None)
-        spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        sys.modules.pop(name, None)
+        module = importlib.import_module(name)
         vars(script).update(once | constants)
 
         def train(trainer=None):
             trainer = trainer or module.make()
             trainer.train()
-            return trainer, [x for x in read(tmp_path / "logs/metrics.jsonl") if x["phase"] == "train"]
+            return trainer, [x for x in read(tmp_path / name / "logs/metrics.jsonl") if x["phase"] == "train"]
 
         module.make = lambda: getattr(script, TRAINERS[path])()
         module.script, module.train = script, train
@@ -49,21 +49,13 @@ def example(tmp_path, monkeypatch):
     return run
 
 
-def test_the_readme_says_how_to_start_each_example():
-    readme = (ROOT / "examples/README.md").read_text()
-    assert all(f"python examples/{file.name}" in readme for file in (ROOT / "examples").glob("*.py"))
-
-
-def test_own_reward(example):
+def test_own_reward_and_whole_score(example):
     _, (step,) = example("own_reward").train()
     assert step["reward/right_steps"] > 0 and 0 < step["reward/as_many_lines"] < 1
     assert step["reward"] == pytest.approx(step["reward/exact_answer"] + 0.3 * step["reward/right_steps"])
-
-
-def test_whole_score(example):
-    trainer, (step,) = example("whole_score", PPO).train()
+    trainer = example("whole_score", PPO).train()[0]
     score = trainer.compute_rewards(["q"], ["1+1=2\n" * 20], [None])
-    assert score == trainer.reward_parts["quality"] * 40 / 120 and 0 < step["reward/quality"] < 1
+    assert 0 < score == trainer.reward_parts["quality"] * 40 / 120
 
 
 def test_token_rewards(example):
@@ -74,10 +66,9 @@ def test_token_rewards(example):
     rewards = trainer.line_rewards(batch)
     for row, text in enumerate(batch.texts):
         assert rewards[row].sum() == pytest.approx(0.1 * sum(map(module.is_right, text.split("\n"))))
-    assert rewards.any() and not trainer.tokenizer.decode(batch.ids[rewards > 0]).strip()
     # A fresh critic says 0, so with LAM = 0 advantages are the rewards of the tokens
     scores = module.script.per_token_rewards(batch.scores, batch.logprobs, batch.logprobs, batch.mask, 0.0)
-    assert torch.allclose(batch.raw_advantages, rewards + scores)
+    assert rewards.any() and torch.allclose(batch.raw_advantages, rewards + scores)
 
 
 def test_judge(example, monkeypatch):
@@ -96,25 +87,27 @@ def test_judge(example, monkeypatch):
     assert module.train()[1][0]["reward"] == pytest.approx((sum(range(10)) / 10 + 6) / 16)
 
 
-def test_custom_loss(example):
+def test_custom_loss_and_own_variant(example):
     module = example("custom_loss", REWARD_FUNCTIONS=BY_LENGTH)
     losses = []
     for module.POSITIVE_WEIGHT in (1.0, 0.1):
         losses.append(module.train()[1][0]["policy_loss"])
     assert losses[1] > losses[0] + 0.1  # the part of positive advantages is negative
-
-
-def test_own_variant(example):
     module = example("own_variant")
-    module.K = 2
-    advantages = module.script.group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]))
-    # Of the 6 pairs 3 have the right response; of the 3 with a given wrong one, 1 has it
-    assert advantages.tolist() == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3], abs=1e-3)
-    assert module.script.group_advantages(torch.tensor([1.0, 1.0, 1.0, 0.0])).eq(0).all()
     module.train()
+    module.K = 2
+    advantages = module.script.group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]))
+    # Of the first 6 pairs 3 have the right response; of the 3 with a given wrong one, 1 has it
+    assert advantages.tolist() == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3, 0, 0, 0, 0], abs=1e-3)
 
 
-def test_distillation(example):
+def test_curriculum_and_distillation(example):
+    module = example("curriculum", MAX_STEPS=20)
+    trainer = module.make()
+    for trainer.state.step, expected in ((1, {2}), (19, {2, 3, 4})):
+        trainer.seed_step()
+        assert {module.difficulty(row) for _ in range(8) for row in trainer.next_prompts()} == expected
+    module.train(trainer)
     module = example("distillation", REFERENCE_MODEL=str(TINY / "policy"), MAX_STEPS=2)
     trainer = module.make()
     for parameter in trainer.reference.parameters():
@@ -132,13 +125,12 @@ def test_top_p(example, path):
     trainer, (step,) = module.train()
     unlikeliest = trainer.respond(trainer.train_rows[:8], torch.full((8, 32), 0.9999))
     assert step["rollout_mismatch"] < 1e-4 and unlikeliest.logprobs.min() > -5
-    assert trainer.respond(trainer.train_rows[:8], None).texts[0]
+    assert trainer.respond(trainer.train_rows[:8], None).texts[0] != unlikeliest.texts[0]
 
 
-def test_muon(example):
+def test_muon_and_offloaded_adamw(example):
     module = example("muon", REWARD_FUNCTIONS=BY_LENGTH, USE_LR_SCHEDULER=True, MAX_STEPS=2, RESUME="yes")
-    trainer, _ = module.train()
-    optimizer = trainer.optimizers["policy"]
+    optimizer = module.train()[0].optimizers["policy"]
     muon, adamw = (inner.param_groups[0] for inner in optimizer.optimizers)
     assert {tuple(optimizer.state[matrix]) for matrix in muon["params"]} == {("momentum_buffer",)}
     assert muon["lr"] == adamw["lr"] == pytest.approx(0.5e-4)  # the second of two steps
@@ -146,10 +138,7 @@ def test_muon(example):
     resumed = module.make()
     assert repr(resumed.optimizers["policy"].state_dict()) == repr(optimizer.state_dict())
     resumed.train()
-    assert not any(map(torch.equal, trainer.actor.parameters(), resumed.actor.parameters()))
-
-
-def test_offloaded_adamw(example):
+    assert not any(map(torch.equal, optimizer.param_groups[0]["params"], resumed.actor.parameters()))
     trainer = example("offloaded_adamw", REWARD_FUNCTIONS=BY_LENGTH).make()
     moves = []
     trainer.optimizers["policy"].move_state = lambda parameter, device: moves.append(str(device))
@@ -159,55 +148,35 @@ def test_offloaded_adamw(example):
     assert all(map(torch.equal, trainer.actor.parameters(), plain.actor.parameters()))
 
 
-def test_curriculum(example):
-    module = example("curriculum", MAX_STEPS=20)
-    trainer = module.make()
-    for trainer.state.step, expected in ((1, {2}), (19, {2, 3, 4})):
-        trainer.seed_step()
-        assert {module.difficulty(row) for _ in range(8) for row in trainer.next_prompts()} == expected
-    module.train(trainer)
-
-
-def test_own_metric(example):
+def test_own_metric_and_wandb_samples(example, monkeypatch):
     trainer, (step,) = example("own_metric", EVAL_DATASETS=load(GRPO).EVAL_DATASETS).train()
     assert 0 < step["unlikely_tokens"] < 0.5 and 1 / 16 < step["distinct_responses"] <= 1
-    last = trainer.state.evaluation
-    assert last["gain_of_more_samples"] == last["pass@2"] - last["accuracy_sampled"]
-
-
-def test_wandb_samples(example, monkeypatch):
+    assert trainer.state.evaluation["gain_of_more_samples"] > 0
     tables = []
     run = SimpleNamespace(id="1", finish=bool, log=lambda values, step: tables.append(values.get("samples")))
-    module = example("wandb_samples", MAX_STEPS=2)
-    module.EVERY_N_STEPS = 2
+    module = example("wandb_samples")
+    module.EVERY_N_STEPS = 1
     monkeypatch.setattr(module.wandb, "init", lambda **options: run)
     module.train()
-    assert tables[:2] == [None, None] and len(tables[2].data) == 16  # the second step's, after its metrics
+    assert tables[0] is None and len(tables[1].data) == 16  # the step's metrics, then its samples
 
 
 def test_reasoning_gym_tasks(example, monkeypatch):
-    """With a stand-in for the package, whose seeds have questions in common."""
+    def create_dataset(task, seed, size, **settings):  # of a stand-in, whose seeds have questions in common
+        rows = ({"question": f"{n % 97}?", "answer": "4"} for n in range(seed, seed + size))
+        return type("Task", (list,), {"score_answer": lambda *_: 1.0})(rows)
 
-    class Task(list):
-        def __init__(self, task, seed, size, **settings):
-            super().__init__({"question": f"{n % 97}?", "answer": "4"} for n in range(seed, seed + size))
-
-        def score_answer(self, answer, entry):
-            return float(answer == entry["answer"])
-
-    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=Task))
+    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=create_dataset))
     module = example("reasoning_gym_tasks")
-    trainer, (step,) = module.train()
-    assert "reward/solved" in step
+    trainer, _ = module.train()
     contents = {message["content"] for row in trainer.train_rows for message in row["prompt"]}
     held_out = {record["chat"][-1]["content"] for record in module.read_records(module.TEST)}
     assert len(held_out) == 64 and not held_out & contents
 
 
 def test_vllm_server(example):
-    """The server is the trainer's own sampler, with other random numbers, and rounds otherwise."""
     module = example("vllm_server", MAX_STEPS=2, REWARD_FUNCTIONS=BY_LENGTH)
-    sampler = example("own_reward").make()
+    sampler = example("own_reward").make()  # the server, which rounds otherwise
     paths = []
 
     def post(path, prompt=None, **request):
@@ -222,8 +191,7 @@ def test_vllm_server(example):
     module.post, module.THREADS = post, 1
     trainer, steps = module.train()
     assert paths == (["/collective_rpc", "/reset_prefix_cache"] + ["/v1/completions"] * 16) * 2
-    for step in steps:
-        assert step["rollout_mismatch"] < 1e-4 and step["sampler_kl"] == pytest.approx(5e-5, rel=0.05)
+    assert [step["sampler_kl"] for step in steps] == pytest.approx([5e-5] * 2, rel=0.05)
     batch = trainer.rollout(trainer.train_rows[:4])
     trainer.compute_advantages(batch)
     plain = module.script.group_advantages(batch.scores)
@@ -234,7 +202,7 @@ def test_dpo_from_candidates(example, tmp_path):
     module = example("dpo_from_candidates")
     module.FOLDER = tmp_path
     module.MINE += ["MINE_PROMPTS=24", "EVAL_DATASETS=[]"]
-    with pytest.raises(SystemExit, match="0"):  # the end of dpo.py
+    with suppress(SystemExit):
         module.main(["MAX_STEPS=1", "EVAL_DATASETS=[]"])
     assert read(tmp_path / "pairs.jsonl") and (tmp_path / "dpo/step_1/policy").is_dir()
 
@@ -246,39 +214,37 @@ def test_tokens_of_the_environment_stand_in_the_batch_and_are_not_trained(exampl
     plain = module.script.logprobs_and_entropy
 
     def logprobs_and_entropy(model, batch, rows):
-        logprobs, entropy = plain(model, batch, rows)
-        if logprobs.requires_grad:
-            logprobs.retain_grad()
-            updates.append((batch, rows, logprobs))
-        return logprobs, entropy
+        result = plain(model, batch, rows)
+        if result[0].requires_grad:
+            result[0].retain_grad()
+            updates.append((batch, rows, result[0]))
+        return result
 
     module.script.logprobs_and_entropy = logprobs_and_entropy
     trainer, steps = module.train(module.TurnsTrainer())
     assert all(step["rollout_mismatch"] < 1e-4 for step in steps)
     tutor = trainer.tokenizer(module.ASK_AGAIN + "\n")["input_ids"]
     for batch, rows, logprobs in updates:
-        mask = batch.mask[rows, : logprobs.shape[1]]
-        assert logprobs.grad[mask == 0].eq(0).all() and logprobs.grad[mask > 0].any()
+        assert logprobs.grad[batch.mask[rows, : logprobs.shape[1]] == 0].eq(0).all() and logprobs.grad.any()
         for i in rows.tolist():
-            ids = batch.response_ids[i]
-            assert batch.ids[i, : len(ids)].tolist() == ids
-            foreign = [token for token, is_own in zip(ids, batch.mask[i]) if not is_own]
-            assert foreign == tutor * batch.texts[i].count("<eos>" + module.ASK_AGAIN + "\n")
+            ids = batch.ids[i, : len(batch.response_ids[i])]
+            num_replies = batch.texts[i].count("<eos>" + module.ASK_AGAIN + "\n")
+            assert ids.tolist() == batch.response_ids[i]
+            assert ids[batch.mask[i, : len(ids)] == 0].tolist() == tutor * num_replies
     assert any(text.count("<eos>") == 2 for text in batch.texts)
 
 
 def test_schema_tools(example, tmp_path):
     shutil.copytree(TINY / "policy", tmp_path / "policy")
-    template = tmp_path / "policy/chat_template.jinja"
-    tools = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
-    template.write_text(tools + template.read_text().replace("'user'", "'tool'"))
+    with open(tmp_path / "policy/chat_template.jinja", "a") as template:
+        template.write("{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}")
     module = example("schema_tools", ACTOR_MODEL=str(tmp_path / "policy"), MAX_NEW_TOKENS=64)
     trainer = module.ToolTrainer()
     call = '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>'
     assert trainer.reply({}, f"so {call}{call}") == "42\n42" and trainer.reply({}, "#### 1") is None
-    assert trainer.train_rows[0]["ids"][0] == trainer.tokenizer.unk_token_id  # the name of the tool
+    assert trainer.train_rows[0]["ids"][-1] == trainer.tokenizer.unk_token_id  # the name of the tool
     module.ToolTrainer.reply = lambda self, row, text: "42" if "-" in text else None
     assert module.train(trainer)[1][0]["rollout_mismatch"] < 1e-4
-    assert "<eos>42\\n" in (tmp_path / "logs/samples.jsonl").read_text()
+    assert "<eos>42<eos>" in (tmp_path / "schema_tools/logs/samples.jsonl").read_text()
     with pytest.raises(ValueError, match="does not render tools"):
         example("schema_tools").ToolTrainer()

@@ -39,6 +39,11 @@ def test_advantages(grpo, scale, leave_one_out):
     assert grpo.group_advantages(double(SCORES)).tolist() == pytest.approx(want)
 
 
+def test_the_leave_one_out_baseline_is_the_mean_of_the_others(grpo):
+    grpo.GROUP_SIZE, grpo.SCALE_REWARDS, grpo.LEAVE_ONE_OUT = 3, "none", True
+    assert grpo.group_advantages(double([1, 4, 2])).tolist() == pytest.approx([-2, 2.5, -0.5])
+
+
 def test_dr_grpo_divides_by_no_standard_deviation(grpo):
     grpo.LOSS_TYPE = "dr_grpo"
     assert grpo.group_advantages(double(SCORES)).tolist() == pytest.approx([-1.5, 1.5, -0.25, 0.25])
@@ -158,14 +163,34 @@ def test_the_values_of_the_kl_estimators(grpo):
 
 
 @pytest.mark.parametrize(
-    "kind, want", [("dapo", [1, 0, 0, 1]), ("cispo", [1, 0, 1, 0]), ("sapo", [0, 0, 0, 0])]
+    "kind, want",
+    [
+        ("dapo", [1, 0, 0, 1, 0, 0, 0, 0]),
+        ("cispo", [1, 1, 0, 0, 0, 0, 1, 0]),
+        ("sapo", [0, 0, 0, 0, 0, 0, 0, 0]),
+    ],
 )
 def test_what_counts_as_clipped(grpo, kind, want):
     grpo.LOSS_TYPE = kind
-    ratio, advantages = double([1.5, 0.5, 1.5, 0.5]), double([1, 1, -1, -1])
-    stats = grpo.grpo_stats(ratio.log(), double([0, 0, 0, 0]), ratio, advantages)
+    ratio, old = double([1.5, 1.5, 0.5, 0.5, 1.1, 0.9, 1.5, 0.5]), double([-1.0] * 8)
+    stats = grpo.grpo_stats(old + ratio.log(), old, ratio, double([0.5, -0.5, 0.5, -0.5, 1, -1, 0, 0]))
     assert stats["clip_fraction"].tolist() == want
     assert stats["approx_kl"][0].item() == pytest.approx(0.5 - math.log(1.5))
+
+
+@pytest.mark.parametrize("kind, want", [("linear", 0.25), ("cosine", 0.5 - 0.25 * 2**0.5), ("plateau", 0.25)])
+def test_the_learning_rates_schedule(grpo, kind, want):
+    grpo.WARMUP_STEPS = 4
+    assert [grpo.learning_rate_scale(n, 12, 0) for n in range(5)] == [0.25, 0.5, 0.75, 1, 1]
+    grpo.USE_LR_SCHEDULER, grpo.LR_SCHEDULER_TYPE = True, kind
+    assert grpo.learning_rate_scale(10, 12, 2) == pytest.approx(want)
+    assert grpo.learning_rate_scale(4, 4, 0) == 1  # a run that is all warm-up
+
+
+def test_sampling_logprobs_divide_by_the_temperature(grpo):
+    grpo.TEMPERATURE = 2.0
+    want = [x / 2 - math.log(math.exp(0.5) + math.exp(1.5)) for x in (1.0, 3.0)]
+    assert grpo.sampling_logprobs(T([1.0, 3.0])).tolist() == pytest.approx(want, abs=1e-6)
 
 
 # ---------------------------------------------------------------- the trainer

@@ -29,6 +29,7 @@ def test_whitened_values_have_mean_0_and_variance_1_over_the_mask(ppo):
     white = ppo.whiten(x, mask)
     std = math.sqrt((4 + 1 + 0 + 9) / 4 + 1e-8)
     assert white.tolist() == [pytest.approx([-2 / std, -1 / std, 0]), pytest.approx([3 / std, 0, 0])]
+    assert ppo.whiten(torch.ones(2, 3), torch.ones(2, 3)).tolist() == [[0, 0, 0]] * 2
 
 
 def test_the_score_comes_at_the_last_token_and_the_kl_penalty_at_each(ppo):
@@ -75,33 +76,37 @@ def test_the_clip_stops_the_gradient_on_the_right_side(ppo, ratio, advantage, hi
 
 def test_dual_clip_bounds_the_loss_where_the_advantage_is_negative(ppo):
     ppo.DUAL_CLIP = 3.0
-    logprobs = double([[math.log(5), math.log(5), math.log(2)]]).requires_grad_()
-    loss = ppo.policy_loss(logprobs, double([[0, 0, 0]]), double([[-1, 1, -1]]))
+    old = double([[-1.0, -2.0, -0.5]])
+    logprobs = (old + double([[math.log(5), math.log(5), math.log(2)]])).requires_grad_()
+    loss = ppo.policy_loss(logprobs, old, double([[-2, 0.5, -2]]))
     loss.sum().backward()
-    assert loss[0].tolist() == pytest.approx([3, -1.2, 2])
-    assert logprobs.grad[0].tolist() == pytest.approx([0, 0, 2])
+    assert loss[0].tolist() == pytest.approx([6, -0.6, 4])
+    assert logprobs.grad[0].tolist() == pytest.approx([0, 0, 4])
 
 
 def test_a_huge_ratio_overflows_nowhere(ppo):
-    logprobs = T([[500.0]]).requires_grad_()
-    ppo.policy_loss(logprobs, T([[0.0]]), T([[-1.0]])).sum().backward()
+    logprobs, old, advantages = T([[500.0]]).requires_grad_(), T([[0.0]]), T([[-1.0]])
+    ppo.policy_loss(logprobs, old, advantages).sum().backward()
     assert logprobs.grad.isfinite().all()
+    assert all(x.isfinite().all() for x in ppo.ppo_stats(logprobs, old, advantages).values())
 
 
 def test_values_are_clipped_around_the_rollouts_value(ppo):
-    values, returns = double([[1.0, 0.5, 0.1, -0.5]]), double([[2.0, 2.0, -1.0, 0.0]])
+    values, returns = double([[1.0, 0.5, 0.1, -0.5]]), double([[2.0, 0.0, -1.0, 0.0]])
     loss = ppo.value_loss(values, double([[0.0, 0.4, 0.0, 0.0]]), returns)
-    want = [(0.2 - 2) ** 2, (0.5 - 2) ** 2, (0.1 + 1) ** 2, (-0.5 - 0) ** 2]
+    want = [(0.2 - 2) ** 2, (0.5 - 0) ** 2, (0.1 + 1) ** 2, (-0.5 - 0) ** 2]
     assert loss[0].tolist() == pytest.approx([x / 2 for x in want])
     ppo.VALUE_CLIP_RANGE = 0.0
     assert ppo.value_loss(values, values + 9, returns)[0, 0].item() == pytest.approx(0.5)
 
 
 def test_what_is_logged_of_a_token(ppo):
-    logprobs, advantages = double([[math.log(1.5), math.log(1.5), math.log(0.5)]]), double([[1, -1, -1]])
-    stats = ppo.ppo_stats(logprobs, double([[0, 0, 0]]), advantages)
-    assert stats["clip_fraction"].tolist() == [[1, 0, 1]]
+    old = double([[-1.0] * 8])
+    logprobs = old + double([[1.5, 1.5, 0.5, 0.5, 1.1, 0.9, 1.5, 0.5]]).log()
+    stats = ppo.ppo_stats(logprobs, old, double([[0.5, -0.5, 0.5, -0.5, 1, -1, 0, 0]]))
+    assert stats["clip_fraction"].tolist() == [[1, 0, 0, 1, 0, 0, 0, 0]]
     assert stats["approx_kl"][0, 0].item() == pytest.approx(0.5 - math.log(1.5))
+    assert stats["approx_kl"][0, 4].item() == pytest.approx(0.1 - math.log(1.1))
 
 
 def test_the_kl_coefficient_follows_its_target(ppo):
@@ -113,12 +118,13 @@ def test_the_kl_coefficient_follows_its_target(ppo):
     assert ppo.adapt_kl_coef(0.5, 0.0, 10_000) == pytest.approx(0.5 * 0.8)
 
 
-@pytest.mark.parametrize("kind, want", [("linear", 0.75), ("cosine", 0.5 + 0.25 * 2**0.5), ("plateau", 0.25)])
+@pytest.mark.parametrize("kind, want", [("linear", 0.25), ("cosine", 0.5 - 0.25 * 2**0.5), ("plateau", 0.25)])
 def test_the_learning_rates_schedule(ppo, kind, want):
     ppo.WARMUP_STEPS = 4
     assert [ppo.learning_rate_scale(n, 12, 0) for n in range(5)] == [0.25, 0.5, 0.75, 1, 1]
     ppo.USE_LR_SCHEDULER, ppo.LR_SCHEDULER_TYPE = True, kind
-    assert ppo.learning_rate_scale(6, 12, 2) == pytest.approx(want)
+    assert ppo.learning_rate_scale(10, 12, 2) == pytest.approx(want)
+    assert ppo.learning_rate_scale(4, 4, 0) == 1  # a run that is all warm-up
 
 
 def test_the_values_start_at_0_and_only_the_critic_trains_in_its_warm_up(make):
