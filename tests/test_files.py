@@ -1,0 +1,38 @@
+"""Sizes and copies of the trainers: each is read in one sitting, and what they share is the same text."""
+
+import sys
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "tools"))
+import copies
+
+LIMITS = {"ppo/ppo.py": 1300, "grpo/grpo.py": 1300, "rce/rce.py": 1510, "rewards/__init__.py": 300}
+
+
+@pytest.mark.parametrize("file", LIMITS)
+def test_a_file_is_read_in_one_sitting(file):
+    assert len((ROOT / file).read_text().splitlines()) <= LIMITS[file]
+
+
+def test_definitions_of_one_name_are_the_same_text():
+    assert copies.compare({file: (ROOT / file).read_text() for file in copies.TRAINERS}) == []
+
+
+ONE = "class Run:\n    def open(self):\n        return 1\n\n\ndef share(x):\n    return x\n"
+
+
+def test_a_difference_is_reported_unless_it_is_marked():
+    two = ONE.replace("return 1", "return 2")
+    (message,) = copies.compare({"a.py": ONE, "b.py": two})
+    assert message.startswith("Run.open differs") and "-        return 1" in message
+    marked = two.replace("    def open", "    # differs: it is two\n    def open")
+    assert copies.compare({"a.py": ONE, "b.py": marked}) == []
+
+
+def test_an_edit_is_copied_to_the_others_but_not_over_a_marked_one():
+    two = ONE.replace("return x", "return x + 1  # old")
+    marked = two.replace("def share", "# differs: more\ndef share")
+    changed = copies.copy({"a.py": ONE, "b.py": two, "c.py": marked}, "a.py", "share")
+    assert changed == {"b.py": ONE}
