@@ -27,7 +27,7 @@ def group_advantages(scores):
     size = grpo.GROUP_SIZE
     is_wrong = scores.view(-1, size) <= 0
     num_wrong = is_wrong.sum(1, keepdim=True)
-    # By the number of wrong responses: the fraction of all draws, and of draws with a given one, that is wrong
+    # By the number of wrong responses: which fraction of draws, and of draws with a given one, is all wrong
     all_wrong = torch.tensor([math.comb(n, K) / math.comb(size, K) for n in range(size + 1)])
     rest_wrong = torch.tensor([math.comb(n, K - 1) / math.comb(size - 1, K - 1) for n in range(size + 1)])
     all_wrong, rest_wrong = all_wrong[num_wrong], rest_wrong[(num_wrong - 1).clamp(min=0)]

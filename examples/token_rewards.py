@@ -1,8 +1,8 @@
 """Rewards inside a response: 0.1 at the token where a right line of the solution ends (PPO).
 
-Overrides compute_advantages(), a copy of ppo.py's with one line more: rewards of tokens are added to the
-score, which stands at the last token. The critic learns which token earned what; GAMMA and LAM say how far
-back a reward counts. `reward` in the logs is the score alone, without these rewards.
+score() adds a field to the batch; per_token_rewards() adds it to the score, which stands at the last token. The
+critic learns which token earned what; GAMMA and LAM say how far back a reward counts. `reward` in the logs is
+the score alone, without these rewards.
 
 Change: what a line is, and what it is worth. GRPO has no critic: there compute_advantages() may set an
 advantage for each token.
@@ -43,15 +43,13 @@ class StepTrainer(ppo.PPOTrainer):
                     line = []
         return rewards
 
-    def compute_advantages(self, batch):
-        logprobs, mask, kl_coef = batch.logprobs, batch.mask, self.state.kl_coef
-        token_rewards = ppo.per_token_rewards(batch.scores, logprobs, batch.ref_logprobs, mask, kl_coef)
-        token_rewards += self.line_rewards(batch)  # the new line
-        batch.returns = ppo.gae(token_rewards, batch.values, mask, ppo.GAMMA, ppo.CRITIC_LAM) + batch.values
-        batch.raw_advantages = ppo.gae(token_rewards, batch.values, mask, ppo.GAMMA, ppo.LAM)
-        batch.advantages = ppo.whiten(batch.raw_advantages, mask)
+    def score(self, batch):
+        super().score(batch)
+        batch.line_rewards = self.line_rewards(batch)
 
 
+original = ppo.per_token_rewards
+ppo.per_token_rewards = lambda batch, kl_coef: original(batch, kl_coef) + batch.line_rewards
 ppo.PPOTrainer = StepTrainer
 ppo.OUTPUT_DIR = f"{ppo.ROOT}/checkpoints/token_rewards"
 

@@ -259,8 +259,7 @@ def learning_rate_scale(steps_done, total, halvings):
 
 
 class GRPOTrainer:
-    """Models, data and the algorithm; self.run has the files. self.state is what a checkpoint holds beside
-    weights and optimizer: add numbers, texts, lists or tensors of yours."""
+    """self.run has the files, self.state what a checkpoint holds beside models and optimizers: add yours."""
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
@@ -477,7 +476,8 @@ class GRPOTrainer:
     def update(self, batch):
         """Makes GROUP_EPOCHS passes of MINI_BATCHES optimizer steps. Returns the means of their metrics."""
         scale = learning_rate_scale(self.state.step - 1, self.total_steps, self.state.halvings)
-        self.optimizers["policy"].param_groups[0]["lr"] = LEARNING_RATE * scale
+        for group in self.optimizers["policy"].param_groups:
+            group["lr"] = LEARNING_RATE * scale
         steps = []
         groups = torch.arange(len(batch.rows)).view(-1, GROUP_SIZE)
         started = time.perf_counter()
@@ -500,7 +500,7 @@ class GRPOTrainer:
         process adds up its micro-batches, then the processes add up their gradients."""
         weights = torch.zeros_like(batch.mask)
         weights[rows] = token_weights(batch.mask[rows]) * batch.trained[rows]
-        if KL_COEF == 0 and ENTROPY_COEF == 0:  # rows whose advantage is 0 have no gradient
+        if KL_COEF == 0 and ENTROPY_COEF == 0:  # rows of advantage 0 have no gradient, but for terms of yours
             has_gradient = (weights * batch.advantages)[rows].any(1)
             has_gradient[0] = True  # metrics need a row
             rows = rows[has_gradient]
@@ -516,7 +516,7 @@ class GRPOTrainer:
 
             policy_losses, ratio = policy_loss(logprobs, old_logprobs, advantages, mask)
             stats = grpo_stats(logprobs, sampled_logprobs, ratio, advantages)
-            stats["rollout_mismatch"] = (logprobs - sampled_logprobs).abs()
+            stats["rollout_mismatch"] = (logprobs - sampled_logprobs).abs().clamp(max=20)
             losses = policy_losses  # add a term here; policy_loss is logged without it
             if self.reference:
                 stats["kl"] = kl_loss(logprobs, ref_logprobs)
@@ -705,7 +705,7 @@ def clip_and_step(optimizers, sums, run):
     process's part of the metrics, tensors without dimensions. Returns the metrics."""
     norms = {}
     for name, optimizer in optimizers.items():
-        parameters = optimizer.param_groups[0]["params"]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for parameter in parameters:
             if parameter.grad is None:  # this process had no micro-batch
                 parameter.grad = torch.zeros_like(parameter)
@@ -1090,7 +1090,7 @@ class Run:
         self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         if rank > 0:
             return
-        now = f"{datetime.now():%Y%m%d_%H%M%S}"
+        now = f"{datetime.now():%Y%m%d_%H%M%S_%f}"
         self.move_old_files(state, Path(f"{self.folder}_old_{now}"))
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         self.text_log = open(self.folder / f"logs/training_{now}.log", "a", buffering=1)

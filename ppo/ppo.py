@@ -179,12 +179,12 @@ def whiten(x, mask):
     return (x - masked_mean(x, mask)) * torch.rsqrt(masked_variance(x, mask) + 1e-8) * mask
 
 
-def per_token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
+def per_token_rewards(batch, kl_coef):
     """Returns the reward of each token, (rows, R): minus the KL penalty at every token, plus the score
-    (rows,) at the last one."""
-    token_rewards = -kl_coef * (logprobs - ref_logprobs) * mask
-    last_token = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1)
-    token_rewards[torch.arange(len(scores)), last_token] += scores
+    (rows,) at the last one that the policy wrote."""
+    token_rewards = -kl_coef * (batch.logprobs - batch.ref_logprobs) * batch.mask
+    last_token = (batch.mask * torch.arange(1, batch.mask.shape[1] + 1)).argmax(1)
+    token_rewards[torch.arange(len(last_token)), last_token] += batch.scores
     return token_rewards
 
 
@@ -254,8 +254,7 @@ def learning_rate_scale(steps_done, total, halvings):
 
 
 class PPOTrainer:
-    """Models, data and the algorithm; self.run has the files. self.state is what a checkpoint holds beside
-    weights and optimizers: add numbers, texts, lists or tensors of yours."""
+    """self.run has the files, self.state what a checkpoint holds beside models and optimizers: add yours."""
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
@@ -450,19 +449,20 @@ class PPOTrainer:
 
     def compute_advantages(self, batch):
         """Adds advantages and the critic's targets. Another estimator goes here."""
-        logprobs, mask, kl_coef = batch.logprobs, batch.mask, self.state.kl_coef
-        token_rewards = per_token_rewards(batch.scores, logprobs, batch.ref_logprobs, mask, kl_coef)
-        batch.returns = gae(token_rewards, batch.values, mask, GAMMA, CRITIC_LAM) + batch.values
-        batch.raw_advantages = gae(token_rewards, batch.values, mask, GAMMA, LAM)
+        token_rewards = per_token_rewards(batch, self.state.kl_coef)
+        batch.returns = gae(token_rewards, batch.values, batch.mask, GAMMA, CRITIC_LAM) + batch.values
+        batch.raw_advantages = gae(token_rewards, batch.values, batch.mask, GAMMA, LAM)
         batch.advantages = batch.raw_advantages
         if WHITEN_ADVANTAGES:
-            batch.advantages = whiten(batch.raw_advantages, mask)
+            batch.advantages = whiten(batch.raw_advantages, batch.mask)
 
     def update(self, batch):
         """Makes GROUP_EPOCHS passes of MINI_BATCHES optimizer steps. Returns the means of their metrics."""
         scale = learning_rate_scale(self.state.step - 1, self.total_steps, self.state.halvings)
-        self.optimizers["policy"].param_groups[0]["lr"] = LEARNING_RATE * scale
-        self.optimizers["critic"].param_groups[0]["lr"] = CRITIC_LEARNING_RATE * scale
+        for group in self.optimizers["policy"].param_groups:
+            group["lr"] = LEARNING_RATE * scale
+        for group in self.optimizers["critic"].param_groups:
+            group["lr"] = CRITIC_LEARNING_RATE * scale
         steps = []
         groups = torch.arange(len(batch.rows)).view(-1, GROUP_SIZE)
         started = time.perf_counter()
@@ -506,7 +506,7 @@ class PPOTrainer:
 
             stats = {"policy_loss": policy_losses, "value_loss": value_losses}
             stats |= ppo_stats(logprobs, old_logprobs, advantages)
-            stats["rollout_mismatch"] = (logprobs - old_logprobs).abs()
+            stats["rollout_mismatch"] = (logprobs - old_logprobs).abs().clamp(max=20)
             for name, x in stats.items():
                 sums[name] += (mask * x).sum().detach() / num_tokens
         if self.state.step <= CRITIC_WARMUP_STEPS:
@@ -698,7 +698,7 @@ def clip_and_step(optimizers, sums, run):
     process's part of the metrics, tensors without dimensions. Returns the metrics."""
     norms = {}
     for name, optimizer in optimizers.items():
-        parameters = optimizer.param_groups[0]["params"]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for parameter in parameters:
             if parameter.grad is None:  # this process had no micro-batch
                 parameter.grad = torch.zeros_like(parameter)
@@ -1093,7 +1093,7 @@ class Run:
         self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         if rank > 0:
             return
-        now = f"{datetime.now():%Y%m%d_%H%M%S}"
+        now = f"{datetime.now():%Y%m%d_%H%M%S_%f}"
         self.move_old_files(state, Path(f"{self.folder}_old_{now}"))
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         self.text_log = open(self.folder / f"logs/training_{now}.log", "a", buffering=1)

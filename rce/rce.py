@@ -242,8 +242,7 @@ def learning_rate_scale(steps_done, total, halvings):
 
 
 class RCETrainer:
-    """Models, candidates and the algorithm; self.run has the files. self.state is what a checkpoint holds
-    beside weights and optimizer: add numbers, texts, lists or tensors of yours."""
+    """self.run has the files, self.state what a checkpoint holds beside models and optimizers: add yours."""
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
@@ -386,7 +385,8 @@ class RCETrainer:
         """Makes one optimizer step on the batch. The loss is that of all its rows: a process adds up its
         micro-batches, then the processes add up their gradients. Returns the step's metrics."""
         scale = learning_rate_scale(self.state.step - 1, self.total_steps, self.state.halvings)
-        self.optimizers["policy"].param_groups[0]["lr"] = LEARNING_RATE * scale
+        for group in self.optimizers["policy"].param_groups:
+            group["lr"] = LEARNING_RATE * scale
         started = time.perf_counter()
         sums = Counter()
         all_rows = torch.arange(len(batch.rows))
@@ -773,7 +773,7 @@ def clip_and_step(optimizers, sums, run):
     process's part of the metrics, tensors without dimensions. Returns the metrics."""
     norms = {}
     for name, optimizer in optimizers.items():
-        parameters = optimizer.param_groups[0]["params"]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for parameter in parameters:
             if parameter.grad is None:  # this process had no micro-batch
                 parameter.grad = torch.zeros_like(parameter)
@@ -1296,7 +1296,7 @@ class Run:
         self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         if rank > 0:
             return
-        now = f"{datetime.now():%Y%m%d_%H%M%S}"
+        now = f"{datetime.now():%Y%m%d_%H%M%S_%f}"
         self.move_old_files(state, Path(f"{self.folder}_old_{now}"))
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         self.text_log = open(self.folder / f"logs/training_{now}.log", "a", buffering=1)
