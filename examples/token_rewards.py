@@ -1,8 +1,8 @@
 """Rewards inside a response: 0.1 at the token where a right line of the solution ends (PPO).
 
-score() adds a field to the batch; per_token_rewards() adds it to the score, which stands at the last token. The
-critic learns which token earned what; GAMMA and LAM say how far back a reward counts. `reward` in the logs is
-the score alone, without these rewards.
+score() adds a field to the batch; per_token_rewards() adds it to the score, which stands at the last token.
+The critic learns which token earned what; GAMMA and LAM say how far back a reward counts. `reward` in logs
+is the score alone, without these rewards.
 
 Change: what a line is, and what it is worth. GRPO has no critic: there compute_advantages() may set an
 advantage for each token.

@@ -248,11 +248,9 @@ def learning_rate_scale(steps_done, total, halvings):
     """Returns the factor of the learning rate after steps_done steps: linear warm-up, then the schedule."""
     if steps_done < WARMUP_STEPS:
         return (steps_done + 1) / WARMUP_STEPS
-    if not USE_LR_SCHEDULER:
-        return 1.0
     done = (steps_done - WARMUP_STEPS) / max(1, total - WARMUP_STEPS)
     scales = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "plateau": 0.5**halvings}
-    return scales[LR_SCHEDULER_TYPE]
+    return scales[LR_SCHEDULER_TYPE] if USE_LR_SCHEDULER else 1.0
 
 
 # ================================================================ the trainer
@@ -911,8 +909,9 @@ def micro_batch_rows(model, batch):
         memory = torch.cuda.get_device_properties(model.device).total_memory
     memory = 2 ** round(math.log2(memory))  # the same on machines that are alike
     config = model.config.get_text_config()
-    # Four copies of a token's logits in float32, and 80 bytes per layer and hidden unit: an estimate
-    token_bytes = 16 * config.vocab_size + 80 * config.num_hidden_layers * config.hidden_size
+    # An estimate: eight copies of a token's logits, and 40 numbers per layer and hidden unit
+    token_numbers = 8 * config.vocab_size + 40 * config.num_hidden_layers * config.hidden_size
+    token_bytes = token_numbers * {"float32": 4, "bfloat16": 2}[DTYPE]
     return max(1, min(64, memory // 8 // max(1, batch.ids.shape[1] * token_bytes)))
 
 
