@@ -63,9 +63,9 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-rank, world_size = 0, 1  # of this process, among those of torchrun; 0 alone asks, writes and prints
+rank, world_size, gpu = 0, 1, 0  # of this process under torchrun; rank 0 alone asks, writes and prints
 if dist.is_torchelastic_launched():
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size, gpu = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
 # The folder that holds rewards/
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir())
 sys.path.insert(0, str(ROOT))
@@ -98,8 +98,8 @@ SYSTEM_PROMPT: str | None = None  # put before prompts that have none; needs a c
 MAX_EVAL_PROMPTS: int | None = 200  # the first ones; None: all
 
 # Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. A function is a name in
-# rewards/, or one that you define above: f(prompts, responses, answers) returns one number per response.
-# Further parameters of f get the data columns of their names; response_ids are the token ids with EOS
+# rewards/, or one that you define above this: f(prompts, responses, answers) returns one number per response.
+# Further parameters of f get the data columns of their names, and response_ids the token ids with EOS
 REWARD_FUNCTIONS = [("exact_answer", 1.0)]
 REWARD_MODEL_WEIGHT = 0.1
 MISSING_EOS_PENALTY = 0.0  # subtracted from the score of a response cut at MAX_NEW_TOKENS
@@ -135,7 +135,7 @@ VALUE_LOSS_COEF = 0.5
 ENTROPY_COEF = 0.0
 KL_COEF = 0.01  # per-token KL penalty, reward per nat; 0: no reference model is loaded
 KL_TARGET: float | None = None  # nats per token: adapts KL_COEF (1909.08593, section 2.2); None: constant
-KL_HORIZON = 10000  # time constant of the adaptive KL_COEF, in responses
+KL_HORIZON = 10000  # responses; larger: KL_COEF adapts more slowly
 GAMMA = 1.0
 LAM = 0.95  # 1: Monte-Carlo returns minus values
 CRITIC_LAM = 1.0  # lambda of the critic's targets; 1: the discounted sum of the rewards (VC-PPO, 2503.01491)
@@ -182,7 +182,8 @@ def whiten(x, mask):
 def per_token_rewards(batch, kl_coef):
     """Returns the reward of each token, (rows, R): minus the KL penalty at every token, plus the score
     (rows,) at the last one that the policy wrote."""
-    token_rewards = -kl_coef * (batch.logprobs - batch.ref_logprobs) * batch.mask
+    log_ratio = (batch.logprobs - batch.ref_logprobs).clamp(-20, 20)  # top-p may exclude a token of one
+    token_rewards = -kl_coef * log_ratio * batch.mask
     last_token = (batch.mask * torch.arange(1, batch.mask.shape[1] + 1)).argmax(1)
     token_rewards[torch.arange(len(last_token)), last_token] += batch.scores
     return token_rewards
@@ -235,8 +236,7 @@ def adapt_kl_coef(kl_coef, kl, num_responses):
     """Returns the KL coefficient after a step: the proportional controller of 1909.08593, section 2.2, with
     gain num_responses / KL_HORIZON instead of 0.1. A step changes it by at most 20%."""
     error = max(-0.2, min(0.2, kl / KL_TARGET - 1))
-    factor = 1 + error * num_responses / KL_HORIZON
-    return kl_coef * max(0.8, min(1.2, factor))
+    return kl_coef * (1 + error * min(1, num_responses / KL_HORIZON))
 
 
 def learning_rate_scale(steps_done, total, halvings):
@@ -252,7 +252,8 @@ def learning_rate_scale(steps_done, total, halvings):
 
 
 class PPOTrainer:
-    """self.run has the files, self.state what a checkpoint holds beside models and optimizers: add yours."""
+    """self.run has the files. self.state is what a checkpoint holds beside models and optimizers: you may add
+    numbers, texts, lists and tensors (of Python and torch: numpy's cannot be loaded again)."""
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
@@ -262,7 +263,7 @@ class PPOTrainer:
             step=0,  # the current one, from 1; between steps, how many are done
             kl_coef=KL_COEF,
             evaluation={},  # the last one's metrics
-            best_reward=-math.inf,  # its policy is in best/
+            best_score=-math.inf,  # its policy is in best/
             evaluations_without_gain=0,
             halvings=0,  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
             log_sizes={},  # bytes of each log when the checkpoint was saved
@@ -274,8 +275,8 @@ class PPOTrainer:
             if self.run.checkpoint:
                 self.load_state(self.run.checkpoint)
         except Exception as error:  # the libraries raise many types
-            names = f"ACTOR_MODEL={ACTOR_MODEL}, another model, or RESUME={self.run.checkpoint}"
-            raise UserError(f"{names} cannot be loaded: {first_line(error)}") from error
+            names = f"ACTOR_MODEL={ACTOR_MODEL}, a model, or RESUME={self.run.checkpoint} cannot be loaded"
+            raise UserError(f"{names} ({type(error).__name__}: {first_line(error)})") from error
         self.reward_functions = [(find_function(function), weight) for function, weight in REWARD_FUNCTIONS]
         self.accuracy_function = find_function(ACCURACY_FUNCTION)
         self.reward_parts = {}  # {name: (rows,)}, filled by compute_rewards() and logged
@@ -303,6 +304,8 @@ class PPOTrainer:
             self.reference = load_model(causal, ACTOR_MODEL).to(self.device)
         if REWARD_MODEL:
             self.reward_model = load_model(classifier, REWARD_MODEL).to(self.device)
+            if self.reward_model.config.num_labels != 1:
+                raise UserError(f"REWARD_MODEL = {REWARD_MODEL!r} must have one label")
             self.reward_tokenizer = transformers.AutoTokenizer.from_pretrained(REWARD_MODEL)
         self.optimizers = {"policy": make_optimizer(self.actor, LEARNING_RATE)}
         self.optimizers["critic"] = make_optimizer(self.critic, CRITIC_LEARNING_RATE)
@@ -332,7 +335,7 @@ class PPOTrainer:
                 self.log_evaluation(self.evaluate())
             if SAVE_EVERY_N_STEPS and state.step % SAVE_EVERY_N_STEPS == 0:
                 self.save()
-        if not self.eval_rows:
+        if not self.eval_rows or not (self.run.folder / "best").exists():
             self.save_best()
         self.save()
         self.run.close(state)
@@ -374,7 +377,7 @@ class PPOTrainer:
                             entropies, mask (1: a token that the policy sampled) (rows, R)
         score               scores (rows,), parts (rows, parts), values (V_old), ref_logprobs (rows, R)
         compute_advantages  raw_advantages, advantages, returns (the critic's targets) (rows, R)
-        Override it for tools: in ids, what the policy did not write has mask 0. All batches need one R."""
+        Override it for tools: what others wrote has mask 0 but counts in lengths; all batches have one R."""
         batch = SimpleNamespace(rows=rows)
         batch.ids = torch.full((len(rows), MAX_NEW_TOKENS), self.end_ids[0])
         batch.logprobs, batch.entropies = torch.zeros(2, *batch.ids.shape)
@@ -385,13 +388,13 @@ class PPOTrainer:
                 sampled = generate(self.actor, column(rows[part], "ids"), numbers, self.end_ids)
             batch.ids[part], batch.logprobs[part], batch.entropies[part] = sampled
         is_end = torch.isin(batch.ids, torch.tensor(self.end_ids)).long()
-        batch.mask = (is_end.cumsum(1) == is_end).float()  # up to the first end, which is included
+        batch.mask = (is_end.cumsum(1) - is_end == 0).float()  # up to the first end, which is included
         batch.logprobs *= batch.mask
         batch.entropies *= batch.mask
         batch.truncated = (is_end * batch.mask).sum(1) == 0
         batch.lengths = batch.mask.sum(1).long()
         batch.response_ids = [ids[:length] for ids, length in zip(batch.ids.tolist(), batch.lengths.tolist())]
-        pairs = zip(batch.response_ids, batch.truncated)  # special tokens but the end stay for the rewards
+        pairs = zip(batch.response_ids, batch.truncated)  # texts keep special tokens, except the end
         batch.texts = [self.tokenizer.decode(ids if is_cut else ids[:-1]) for ids, is_cut in pairs]
         return batch
 
@@ -410,8 +413,9 @@ class PPOTrainer:
     def score_responses(self, batch):
         """Adds the scores of the responses, (rows,), and parts: the scores and what they consist of."""
         self.reward_parts = {}
-        *texts, columns = reward_arguments(batch)
-        batch.scores = self.compute_rewards(*texts, **columns) - MISSING_EOS_PENALTY * batch.truncated
+        prompts, texts, answers, columns = reward_arguments(batch)
+        batch.scores = self.compute_rewards(prompts, texts, answers, **columns)
+        batch.scores -= MISSING_EOS_PENALTY * batch.truncated
         batch.parts = torch.stack([batch.scores, *map(torch.as_tensor, self.reward_parts.values())], 1)
 
     def compute_rewards(self, prompts, responses, answers, **columns):
@@ -431,10 +435,11 @@ class PPOTrainer:
     def reward_model_score(self, prompts, responses):
         """Returns the reward model's score of each response, (rows,). A decoder is read at the last token, an
         encoder (it has no head `score`) reads prompt and response as a pair of texts."""
-        scores = torch.zeros(len(prompts))
         model = self.reward_model
-        for rows in torch.arange(len(prompts)).split(MICRO_BATCH_ROWS or 32):
-            pairs = [(prompts[i], responses[i]) for i in rows]
+        size = MICRO_BATCH_ROWS or 32
+        scores = torch.zeros(len(prompts))
+        for first in range(0, len(prompts), size):
+            pairs = list(zip(prompts, responses))[first : first + size]
             if hasattr(model, "score"):
                 ids, mask = pad_left([encode(self.reward_tokenizer, *pair) for pair in pairs], self.device)
                 check_ids(model, ids.flatten().tolist())
@@ -442,7 +447,7 @@ class PPOTrainer:
             else:
                 inputs = self.reward_tokenizer(pairs, padding=True, truncation=True, return_tensors="pt")
                 logits = model(**inputs.to(self.device)).logits
-            scores[rows] = logits[:, 0].cpu()
+            scores[first : first + size] = logits[:, 0].cpu()
         return scores
 
     def compute_advantages(self, batch):
@@ -589,14 +594,14 @@ class PPOTrainer:
         self.run.write("metrics.jsonl", phase="eval", step=state.step, **metrics)
         texts = [f"{name} {x:.3f}" for name, x in metrics.items()]
         self.run.log(f"step {state.step}, held out: " + "  ".join(texts))
-        gain = metrics["reward"] - state.best_reward
+        gain = metrics["reward"] - state.best_score
         state.evaluations_without_gain += 1
         if gain > EARLY_STOPPING_THRESHOLD:
             state.evaluations_without_gain = 0
         elif state.evaluations_without_gain % 2 == 0:
             state.halvings += 1
         if gain > 0:
-            state.best_reward = metrics["reward"]
+            state.best_score = metrics["reward"]
             self.save_best()
 
     def save_best(self):
@@ -627,12 +632,13 @@ class PPOTrainer:
         draw_grid(self.run.folder, "training_metrics_detailed.png")
         draw_grid(self.run.folder, f"{Path(__file__).stem}_metrics_with_entropy.png", PANELS)
 
-    # differs: the KL coefficient
+    # differs: the other trainers have no KL coefficient to restore
     def load_state(self, folder):
         """Restores state and optimizers; load_models() took the weights from the same folder."""
         saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
         for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(saved["optimizers"][name])
+            state = saved["optimizers"][name]["state"]  # not its rates: the constants of now decide
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
         vars(self.state).update(saved["state"])
         if not KL_TARGET:
             self.state.kl_coef = KL_COEF
@@ -670,13 +676,12 @@ def load_trained(auto_class, path, saved):
     else:
         import peft  # slow
 
-        model = load_model(auto_class, path, is_critic)
+        task = "SEQ_CLS" if is_critic else "CAUSAL_LM"  # SEQ_CLS trains the head whole
+        options = {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": "all-linear"}
+        base = load_model(auto_class, path, is_critic)
+        model = peft.get_peft_model(base, peft.LoraConfig(**options, task_type=task))
         if saved:
-            model = peft.PeftModel.from_pretrained(model, saved, is_trainable=True)
-        else:
-            task = "SEQ_CLS" if is_critic else "CAUSAL_LM"  # SEQ_CLS trains the head whole
-            options = {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": "all-linear"}
-            model = peft.get_peft_model(model, peft.LoraConfig(**options, task_type=task))
+            peft.set_peft_model_state_dict(model, peft.load_peft_weights(saved, "cpu"))
     if GRADIENT_CHECKPOINTING:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.eval()
@@ -692,8 +697,7 @@ def make_optimizer(model, learning_rate):
 
 
 def clip_and_step(optimizers, sums, run):
-    """Adds up the gradients of all processes and makes a step, unless a number is not finite. sums: this
-    process's part of the metrics, tensors without dimensions. Returns the metrics."""
+    """Adds up gradients over processes, steps if all is finite. sums: this process's metrics, 0-d tensors."""
     norms = {}
     for name, optimizer in optimizers.items():
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -742,7 +746,7 @@ def find_end_ids(model, tokenizer):
 
 
 # ================================================================ sampling and scoring
-# One path for both: the prompts are read once, then the responses go on from their keys and values, in the
+# One path for both: the prompts are read once, then the responses continue from their keys and values, in the
 # rollout a token at a time, in scoring all tokens at once, in the update with a gradient.
 
 
@@ -764,7 +768,7 @@ class Prefix:
         ids, self.mask = pad_left(distinct, model.device)  # (distinct prompts, P)
         self.model = model
         self.cache = Cache(config=model.config)
-        self.logits = logits_of(model, ids, self.mask, 1, self.cache)  # (rows, 1, vocabulary)
+        self.logits = logits_of(model, ids, self.mask, 1, self.cache)  # (distinct prompts, 1, vocabulary)
         self.select([distinct.index(tuple(prompt)) for prompt in prompts])
 
     def select(self, rows):
@@ -810,8 +814,7 @@ def sample_tokens(probabilities, uniform):
 
 @torch.no_grad()
 def generate(model, prompts, uniform, end_ids):
-    """Samples a response to each prompt, see respond(). Returns ids, their log-probabilities and entropies,
-    (rows, MAX_NEW_TOKENS), on the CPU; what follows an end id is arbitrary."""
+    """Returns ids, their log-probabilities and entropies, (rows, MAX_NEW_TOKENS), arbitrary after an end."""
     device = model.device
     prefix = Prefix(model, prompts)
     logits = prefix.logits
@@ -853,7 +856,7 @@ def response_logits(model, batch, rows):
         prompt_ids, mask = pad_left(prompts, model.device)
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
         ids = torch.cat([prompt_ids, ids], 1)
-        # Layers recompute their activations in training mode, in which they use no cache: not in the rollout
+        # Layers recompute activations in training mode alone. There they use no cache: it is off in rollouts
         layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
         for layer in layers:
             layer.training = True  # the layer alone, not what it consists of: no dropout
@@ -910,7 +913,7 @@ def micro_batch_rows(model, batch):
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if model.device.type == "cuda":
         memory = torch.cuda.get_device_properties(model.device).total_memory
-    memory = 2 ** round(math.log2(memory))  # the same on machines that are alike
+    memory = 2 ** round(math.log2(memory))  # rounded: equal on machines that are alike
     config = model.config.get_text_config()
     # An estimate: eight copies of a token's logits, and 40 numbers per layer and hidden unit
     token_numbers = 8 * config.vocab_size + 40 * config.num_hidden_layers * config.hidden_size
@@ -967,8 +970,7 @@ def read_records(spec):
 
 
 def make_row(tokenizer, prompt, answer=None, row_id="the prompt", columns=None):
-    """Returns a row: its id, prompt (a text or a chat), answer (a text, a list of texts or None), all columns
-    of the data, and the prompt's token ids."""
+    """Returns a row: id, prompt (text or chat), answer (text, texts or None), the data's columns, ids."""
     if isinstance(answer, dict):
         raise ValueError(f"the answer {answer} is a record: name a column of texts or numbers")
     if answer is not None:
@@ -1032,9 +1034,9 @@ def join_processes():
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
-    best = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    name = best if DEVICE == "auto" else DEVICE
-    if name.startswith("cuda:"):
+    default = f"cuda:{gpu}" if DEVICE == "cuda" or torch.cuda.is_available() else "cpu"
+    name = default if DEVICE in ("auto", "cuda") else DEVICE
+    if name.startswith("cuda:") and torch.cuda.is_available():
         torch.cuda.set_device(name)
     if world_size > 1 and not dist.is_initialized():
         dist.init_process_group()
@@ -1111,8 +1113,7 @@ class Run:
             state.wandb_id = self.wandb.id
 
     def move_old_files(self, state, target):
-        """Moves checkpoints that are later than the run's into the folder `target`, and for a new run all
-        files of an earlier one. Files that no run wrote stay."""
+        """Moves what is later than the run's checkpoint, or all of an earlier run, to the folder `target`."""
         config = self.folder / "training_config.json"
         if not config.exists():
             return
@@ -1124,10 +1125,11 @@ class Run:
             print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
         else:
             state.log_sizes = {}
-            # training_config.json comes last: it shows that a run wrote the others
-            written = "logs/*.jsonl logs/training_*.log best/policy *_metrics_*.png training_config.json"
-            for pattern in written.split():
+            for pattern in "logs/*.jsonl logs/training_*.log *_metrics_*.png training_config.json".split():
                 stale += self.folder.glob(pattern)
+        if stale:  # best/ may be of a later step, or of the other run
+            state.best_score = -math.inf
+            stale += self.folder.glob("best/policy")
         for path in stale:
             moved = target / path.relative_to(self.folder)
             moved.parent.mkdir(parents=True, exist_ok=True)
@@ -1247,7 +1249,7 @@ def apply_overrides(arguments):
             near = difflib.get_close_matches(key.upper(), constants(), 1, 0.0)[0]
             raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file, such as {near}")
         wanted = __annotations__.get(key, type(globals()[key]))  # a type such as int, or int | None
-        value = os.path.expanduser(text)
+        value = os.path.expanduser(text).replace("\\n", "\n")
         if not isinstance(value, wanted) or text == "None":
             with suppress(ValueError, SyntaxError):
                 value = ast.literal_eval(text)
@@ -1263,7 +1265,7 @@ def check_constants():
     rules = {
         "DTYPE is float32 or bfloat16": DTYPE in ("float32", "bfloat16"),
         "LR_SCHEDULER_TYPE: linear, cosine, plateau": LR_SCHEDULER_TYPE in ("linear", "cosine", "plateau"),
-        "TEMPERATURE and CLIP_RANGE are above 0": min(TEMPERATURE, CLIP_RANGE) > 0,
+        "TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM are above 0": min(TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM) > 0,
         "GAMMA, LAM and CRITIC_LAM are between 0 and 1": all(0 <= x <= 1 for x in (GAMMA, LAM, CRITIC_LAM)),
         "DUAL_CLIP is above 1 or None": DUAL_CLIP is None or DUAL_CLIP > 1,
         "PROMPT_TEMPLATE contains {input}": "{input}" in PROMPT_TEMPLATE,

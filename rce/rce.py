@@ -74,9 +74,9 @@ from torch.special import entr
 from tqdm import tqdm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-rank, world_size = 0, 1  # of this process, among those of torchrun; 0 alone asks, writes and prints
+rank, world_size, gpu = 0, 1, 0  # of this process under torchrun; rank 0 alone asks, writes and prints
 if dist.is_torchelastic_launched():
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size, gpu = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
 # The folder that holds rewards/
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir())
 sys.path.insert(0, str(ROOT))
@@ -240,7 +240,8 @@ def learning_rate_scale(steps_done, total, halvings):
 
 
 class RCETrainer:
-    """self.run has the files, self.state what a checkpoint holds beside models and optimizers: add yours."""
+    """self.run has the files. self.state is what a checkpoint holds beside models and optimizers: you may add
+    numbers, texts, lists and tensors (of Python and torch: numpy's cannot be loaded again)."""
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
@@ -263,8 +264,8 @@ class RCETrainer:
             if self.run.checkpoint:
                 self.load_state(self.run.checkpoint)
         except Exception as error:  # the libraries raise many types
-            names = f"ACTOR_MODEL={ACTOR_MODEL} or RESUME={self.run.checkpoint}"
-            raise UserError(f"{names} cannot be loaded: {first_line(error)}") from error
+            names = f"ACTOR_MODEL={ACTOR_MODEL} or RESUME={self.run.checkpoint} cannot be loaded"
+            raise UserError(f"{names} ({type(error).__name__}: {first_line(error)})") from error
         self.reward_functions = [(find_function(function), weight) for function, weight in REWARD_FUNCTIONS]
         self.accuracy_function = find_function(ACCURACY_FUNCTION)
         self.reward_parts = {}  # {name: (rows,)}, filled by compute_rewards() and logged
@@ -316,6 +317,8 @@ class RCETrainer:
                 state.round += 1
                 state.round_start = state.step
                 self.save()  # the next round mines from this checkpoint
+        if STAGE != "mine" and (not state.evaluation or not (self.run.folder / "best").exists()):
+            self.save_best()
         self.save()
         self.run.close(state)
         return state.evaluation
@@ -551,12 +554,12 @@ class RCETrainer:
                 sampled = generate(self.actor, prompts, numbers, self.end_ids, temperatures[part])
             batch.ids[part], batch.logprobs[part] = sampled
         is_end = torch.isin(batch.ids, torch.tensor(self.end_ids)).long()
-        batch.mask = (is_end.cumsum(1) == is_end).float()  # up to the first end, which is included
+        batch.mask = (is_end.cumsum(1) - is_end == 0).float()  # up to the first end, which is included
         batch.logprobs *= batch.mask
         batch.truncated = (is_end * batch.mask).sum(1) == 0
         batch.lengths = batch.mask.sum(1).long()
         batch.response_ids = [ids[:length] for ids, length in zip(batch.ids.tolist(), batch.lengths.tolist())]
-        pairs = zip(batch.response_ids, batch.truncated)  # special tokens but the end stay for the rewards
+        pairs = zip(batch.response_ids, batch.truncated)  # texts keep special tokens, except the end
         batch.texts = [self.tokenizer.decode(ids if is_cut else ids[:-1]) for ids, is_cut in pairs]
         return batch
 
@@ -564,8 +567,8 @@ class RCETrainer:
     def score_responses(self, batch):
         """Adds the scores of the responses, (rows,), and parts: the scores and what they consist of."""
         self.reward_parts = {}
-        *texts, columns = reward_arguments(batch)
-        batch.scores = self.compute_rewards(*texts, **columns)
+        prompts, texts, answers, columns = reward_arguments(batch)
+        batch.scores = self.compute_rewards(prompts, texts, answers, **columns)
         batch.parts = torch.stack([batch.scores, *map(torch.as_tensor, self.reward_parts.values())], 1)
 
     # differs: no reward model
@@ -719,7 +722,8 @@ class RCETrainer:
         """Restores state and optimizers; load_models() took the weights from the same folder."""
         saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
         for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(saved["optimizers"][name])
+            state = saved["optimizers"][name]["state"]  # not its rates: the constants of now decide
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
         vars(self.state).update(saved["state"])
 
 
@@ -746,12 +750,11 @@ def load_trained(auto_class, path, saved):
     else:
         import peft  # slow
 
-        model = load_model(auto_class, path)
+        options = {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": "all-linear"}
+        base = load_model(auto_class, path)
+        model = peft.get_peft_model(base, peft.LoraConfig(**options, task_type="CAUSAL_LM"))
         if saved:
-            model = peft.PeftModel.from_pretrained(model, saved, is_trainable=True)
-        else:
-            options = {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": "all-linear"}
-            model = peft.get_peft_model(model, peft.LoraConfig(**options, task_type="CAUSAL_LM"))
+            peft.set_peft_model_state_dict(model, peft.load_peft_weights(saved, "cpu"))
     if GRADIENT_CHECKPOINTING:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.eval()
@@ -767,8 +770,7 @@ def make_optimizer(model, learning_rate):
 
 
 def clip_and_step(optimizers, sums, run):
-    """Adds up the gradients of all processes and makes a step, unless a number is not finite. sums: this
-    process's part of the metrics, tensors without dimensions. Returns the metrics."""
+    """Adds up gradients over processes, steps if all is finite. sums: this process's metrics, 0-d tensors."""
     norms = {}
     for name, optimizer in optimizers.items():
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -817,7 +819,7 @@ def find_end_ids(model, tokenizer):
 
 
 # ================================================================ sampling and scoring
-# One path for both: the prompts are read once, then the responses go on from their keys and values, in the
+# One path for both: the prompts are read once, then the responses continue from their keys and values, in the
 # rollout a token at a time, in scoring all tokens at once, in the update with a gradient.
 
 
@@ -839,7 +841,7 @@ class Prefix:
         ids, self.mask = pad_left(distinct, model.device)  # (distinct prompts, P)
         self.model = model
         self.cache = Cache(config=model.config)
-        self.logits = logits_of(model, ids, self.mask, 1, self.cache)  # (rows, 1, vocabulary)
+        self.logits = logits_of(model, ids, self.mask, 1, self.cache)  # (distinct prompts, 1, vocabulary)
         self.select([distinct.index(tuple(prompt)) for prompt in prompts])
 
     def select(self, rows):
@@ -928,7 +930,7 @@ def response_logits(model, batch, rows):
         prompt_ids, mask = pad_left(prompts, model.device)
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
         ids = torch.cat([prompt_ids, ids], 1)
-        # Layers recompute their activations in training mode, in which they use no cache: not in the rollout
+        # Layers recompute activations in training mode alone. There they use no cache: it is off in rollouts
         layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
         for layer in layers:
             layer.training = True  # the layer alone, not what it consists of: no dropout
@@ -995,7 +997,7 @@ def micro_batch_rows(model, batch):
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if model.device.type == "cuda":
         memory = torch.cuda.get_device_properties(model.device).total_memory
-    memory = 2 ** round(math.log2(memory))  # the same on machines that are alike
+    memory = 2 ** round(math.log2(memory))  # rounded: equal on machines that are alike
     config = model.config.get_text_config()
     # An estimate: eight copies of a token's logits, and 40 numbers per layer and hidden unit
     token_numbers = 8 * config.vocab_size + 40 * config.num_hidden_layers * config.hidden_size
@@ -1170,8 +1172,7 @@ def read_records(spec):
 
 
 def make_row(tokenizer, prompt, answer=None, row_id="the prompt", columns=None):
-    """Returns a row: its id, prompt (a text or a chat), answer (a text, a list of texts or None), all columns
-    of the data, and the prompt's token ids."""
+    """Returns a row: id, prompt (text or chat), answer (text, texts or None), the data's columns, ids."""
     if isinstance(answer, dict):
         raise ValueError(f"the answer {answer} is a record: name a column of texts or numbers")
     if answer is not None:
@@ -1235,9 +1236,9 @@ def join_processes():
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
-    best = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    name = best if DEVICE == "auto" else DEVICE
-    if name.startswith("cuda:"):
+    default = f"cuda:{gpu}" if DEVICE == "cuda" or torch.cuda.is_available() else "cpu"
+    name = default if DEVICE in ("auto", "cuda") else DEVICE
+    if name.startswith("cuda:") and torch.cuda.is_available():
         torch.cuda.set_device(name)
     if world_size > 1 and not dist.is_initialized():
         dist.init_process_group()
@@ -1331,10 +1332,11 @@ class Run:
         else:
             state.log_sizes = {}
             stale += [path for path, number in mined.items() if STAGE != "train" or number > 1]
-            # training_config.json comes last: it shows that a run wrote the others
-            written = "logs/*.jsonl logs/training_*.log best/policy *_metrics_*.png training_config.json"
-            for pattern in written.split():
+            for pattern in "logs/*.jsonl logs/training_*.log *_metrics_*.png training_config.json".split():
                 stale += self.folder.glob(pattern)
+        if stale:  # best/ may be of a later step, or of the other run
+            state.best_score = -math.inf
+            stale += self.folder.glob("best/policy")
         for path in stale:
             moved = target / path.relative_to(self.folder)
             moved.parent.mkdir(parents=True, exist_ok=True)
@@ -1454,7 +1456,7 @@ def apply_overrides(arguments):
             near = difflib.get_close_matches(key.upper(), constants(), 1, 0.0)[0]
             raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file, such as {near}")
         wanted = __annotations__.get(key, type(globals()[key]))  # a type such as int, or int | None
-        value = os.path.expanduser(text)
+        value = os.path.expanduser(text).replace("\\n", "\n")
         if not isinstance(value, wanted) or text == "None":
             with suppress(ValueError, SyntaxError):
                 value = ast.literal_eval(text)

@@ -36,9 +36,9 @@ def test_an_argument_has_the_type_of_its_constant(grpo, monkeypatch):
 def test_a_file_holds_arguments(grpo, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     file = tmp_path / "recipe.txt"
-    file.write_text("# a recipe\n\n GROUP_SIZE=16\nPROMPT_TEMPLATE=Sum: {input} = ?\nOUTPUT_DIR=~/run\n")
+    file.write_text("# a recipe\n\n GROUP_SIZE=16\nPROMPT_TEMPLATE=Sum: {input}\\n= ?\nOUTPUT_DIR=~/run\n")
     grpo.apply_overrides([f"@{file}", "GROUP_SIZE=4"])
-    assert (grpo.GROUP_SIZE, grpo.PROMPT_TEMPLATE) == (4, "Sum: {input} = ?")
+    assert (grpo.GROUP_SIZE, grpo.PROMPT_TEMPLATE) == (4, "Sum: {input}\n= ?")
     assert grpo.OUTPUT_DIR == "/home/someone/run"
 
 
@@ -73,6 +73,7 @@ def test_a_wrong_argument_is_named(grpo, word, message):
         ("ppo/ppo.py", {"DUAL_CLIP": 1.0}),
         *((path, {"DTYPE": "float16"}) for path in PATHS),
         *((path, {"TEMPERATURE": 0.0}) for path in PATHS),
+        *((path, {"MAX_GRAD_NORM": 0.0}) for path in PATHS[:2]),
         *((path, {"LR_SCHEDULER_TYPE": "constant"}) for path in PATHS),
         *((path, {"PROMPT_TEMPLATE": "Question:"}) for path in PATHS),
         *((path, {"REWARD_FUNCTIONS": [], "REWARD_MODEL": None}) for path in PATHS[:2]),

@@ -39,6 +39,8 @@ def test_the_score_comes_at_the_last_token_and_the_kl_penalty_at_each(ppo):
     )  # a tool wrote one token
     batch.logprobs, batch.ref_logprobs = double([[-1, -2, -3], [-1] * 3]), double([[-2, -2, -1], [-3, 0, 0]])
     rewards = ppo.per_token_rewards(batch, 0.1)
+    batch.ref_logprobs[0, 0] = -1e30  # excluded by top-p: no reward of 1e29
+    assert ppo.per_token_rewards(batch, 0.1)[0, 0].item() == pytest.approx(-2)
     assert rewards.tolist() == [pytest.approx([-0.1, 5, 0]), pytest.approx([-0.2, 0, 7.1])]
 
 

@@ -60,5 +60,6 @@ def test_two_processes_agree_with_one(tmp_path, path):
 
 
 def test_a_process_without_a_prompt_takes_part(tmp_path):
-    run("grpo/grpo.py", tmp_path / "run", 2, BATCH_SIZE=1, MAX_STEPS=1, MAX_EVAL_PROMPTS=1)
+    """With a reward model, too: the last step of an epoch and a short evaluation have fewer prompts."""
+    run("ppo/ppo.py", tmp_path / "run", 2, BATCH_SIZE=1, MAX_STEPS=1, MAX_EVAL_PROMPTS=1)
     assert read(tmp_path / "run/logs/metrics.jsonl")[-1]["phase"] == "eval"

@@ -105,6 +105,23 @@ def test_an_earlier_checkpoint_and_another_folder_can_be_continued(make, tmp_pat
     metrics = without_clock(tmp_path / "run/logs/metrics.jsonl")
     assert [r["step"] for r in metrics if r["phase"] == "train"] == [1, 2, 3, 4]
     (old,) = tmp_path.glob("run_old_*")
-    assert [p.name for p in old.iterdir()] == ["step_4"]
+    assert sorted(p.name for p in old.iterdir()) == ["best", "step_4"]  # the abandoned branch's
+    assert (tmp_path / "run/best/policy/model.safetensors").exists()
+    assert (tmp_path / "other/best/policy/model.safetensors").exists()
     assert (old / "step_4/policy/model.safetensors").read_bytes() == one.read_bytes()
     assert (tmp_path / "run/step_4/policy/model.safetensors").read_bytes() == one.read_bytes()
+
+
+def test_constants_that_change_at_a_restart_count(make):
+    make("grpo/grpo.py").train()
+    again = make("grpo/grpo.py", RESUME="yes", WEIGHT_DECAY=0.5, LEARNING_RATE=5e-5, MAX_STEPS=3)
+    (group,) = again.optimizers["policy"].param_groups
+    assert group["weight_decay"] == 0.5 and len(again.optimizers["policy"].state) > 0
+    again.train()
+    assert group["lr"] == 5e-5
+
+
+def test_an_adapter_of_another_rank_is_refused(make):
+    make("grpo/grpo.py", LORA_RANK=4).train()
+    with pytest.raises(ValueError, match="RESUME=.*step_2 cannot be loaded"):
+        make("grpo/grpo.py", LORA_RANK=8, RESUME="yes")

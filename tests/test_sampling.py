@@ -94,7 +94,8 @@ def test_an_encoder_can_be_the_reward_model(make, tmp_path):
     config = transformers.BertConfig(vocab_size=82, num_labels=1, pad_token_id=0, **size)
     transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
     transformers.AutoTokenizer.from_pretrained(TINY / "policy").save_pretrained(tmp_path / "bert")
-    trainer = make("grpo/grpo.py", REWARD_MODEL=str(tmp_path / "bert"))
+    trainer = make("grpo/grpo.py", REWARD_MODEL=str(tmp_path / "bert"), MICRO_BATCH_ROWS=1)
+    assert trainer.reward_model_score([], []).shape == (0,)
     scores = trainer.reward_model_score(["What is 1 + 1?", "What is 2 + 3?"], ["2", "Two and three are 5."])
     alone = trainer.reward_model_score(["What is 1 + 1?"], ["2"])
     assert scores[0].item() == pytest.approx(alone.item(), abs=1e-5)
@@ -152,6 +153,15 @@ def test_each_distinct_prompt_is_read_once_for_all_its_rows(make):
     rows = [row for row in trainer.train_rows[:3] for _ in range(4)]
     trainer.respond(rows, torch.rand(12, 32))
     assert sizes[0] == (3, max(len(row["ids"]) for row in rows)) and sizes[1] == (12, 1)
+
+
+def test_a_reward_model_with_two_labels_is_refused(make, tmp_path):
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.BertConfig(vocab_size=82, num_labels=2, pad_token_id=0, **size)
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
+    transformers.AutoTokenizer.from_pretrained(TINY / "policy").save_pretrained(tmp_path / "bert")
+    with pytest.raises(ValueError, match="must have one label"):
+        make("grpo/grpo.py", REWARD_MODEL=str(tmp_path / "bert"))
 
 
 # ---------------------------------------------------------------- where a response ends

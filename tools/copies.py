@@ -17,14 +17,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TRAINERS = ("ppo/ppo.py", "grpo/grpo.py", "rce/rce.py")
 OWN = set(
-    "__init__ load_models train respond score score_responses compute_advantages update optimizer_step record "
-    "policy_loss check_constants train_main".split()
+    "__init__ load_models train respond score score_responses compute_advantages update optimizer_step "
+    "record policy_loss check_constants train_main".split()
 )
 
 
 def definitions(text):
-    """Returns {name: (first line from 0, line after the last, text)} of functions, methods and classes without
-    methods; the trainer's methods stand under Trainer.NAME."""
+    """Returns {name: (first line from 0, line after the last, text)} of functions and methods; the trainer's
+    methods stand under Trainer.NAME."""
     lines = text.splitlines(keepends=True)
     found = {}
 
