@@ -28,6 +28,11 @@ import transformers
 ROOT = Path(__file__).resolve().parents[1]
 TRAINERS = {"ppo/ppo.py": "PPOTrainer", "grpo/grpo.py": "GRPOTrainer", "rce/rce.py": "RCETrainer"}
 MINED = ["MINE_PROMPTS=64", "ROUNDS=1"]  # for rce.py alone
+VARIANTS = {  # of the GRPO step of stage `step`
+    "bfloat16": {},
+    "bfloat16, checkpointing": {"GRADIENT_CHECKPOINTING": True},
+    "bfloat16, LoRA 16": {"LORA_RANK": 16},
+}
 table = []  # (what was asked, what came out)
 
 
@@ -122,15 +127,18 @@ def waits(out):
         module = load(path, OUTPUT_DIR=str(out / "waits"), RESUME="no", EVAL_DATASETS=[], TEMPERATURE=3.0)
         trainer = getattr(module, TRAINERS[path])()
         trainer.state.step = 1
-        transformers.set_seed(1)
-        trainer.generator = torch.Generator().manual_seed(1)
-        batch = {}
-        trainer.rollout(trainer.next_prompts())  # compiles and warms up
-        count, kernels = profile(lambda: batch.update(rollout=trainer.rollout(trainer.next_prompts())))
-        report(
-            f"{Path(path).stem} rollout of {module.MAX_NEW_TOKENS} tokens",
-            f"{count} waits, {kernels} kernels",
-        )
+        trainer.seed_step()
+        name = Path(path).stem
+        trainer.rollout(trainer.next_prompts())  # warms up
+        batches = []
+        count, kernels = profile(lambda: batches.append(trainer.rollout(trainer.next_prompts())))
+        report(f"{name} rollout of {module.MAX_NEW_TOKENS} tokens", f"{count} waits, {kernels} kernels")
+        if name == "grpo":
+            trainer.replace_flat_groups(batches[0])
+        trainer.compute_advantages(batches[0])
+        count, kernels = profile(lambda: trainer.update(batches[0]))
+        steps = module.GROUP_EPOCHS * module.MINI_BATCHES
+        report(f"{name} update of {steps} optimizer steps", f"{count} waits, {kernels} kernels")
         trainer.run.lock.release(force=True)
 
 
@@ -168,11 +176,7 @@ def bandwidth():
 
 def step(out):
     model = random_qwen(out / "qwen")
-    for label, constants in {
-        "bfloat16": {},
-        "bfloat16, checkpointing": {"GRADIENT_CHECKPOINTING": True},
-        "bfloat16, LoRA 16": {"LORA_RANK": 16},
-    }.items():
+    for label, constants in VARIANTS.items():
         options = {
             "ACTOR_MODEL": str(model),
             "DTYPE": "bfloat16",
@@ -193,7 +197,7 @@ def step(out):
             torch.cuda.reset_peak_memory_stats()
             trainer.state.step = number
             trainer.seconds = Counter()
-            trainer.generator = torch.Generator().manual_seed(number)
+            trainer.seed_step()
             batch = trainer.rollout(trainer.next_prompts())
             trainer.compute_advantages(batch)
             torch.cuda.synchronize()
