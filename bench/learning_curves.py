@@ -37,15 +37,11 @@ def patched(text, lines):
 
 
 def with_recipe(script, name, folder):
-    """A program in `folder`: the trainer with the recipe's lines, or the recipe's class over it."""
+    """A program in `folder`: the trainer with the recipe's lines."""
     lines = recipe("change-the-algorithm.md", name)
     for beside in ("rewards", "data"):
         (folder / beside).symlink_to(ROOT / beside)
     text = patched(script.read_text(), lines)
-    if lines.startswith("import"):
-        trainer = re.findall(r"^class (\w+)", lines, re.MULTILINE)[-1]
-        begin = f"import sys\nsys.path.insert(0, {str(script.parent)!r})\n"
-        text = f"{begin}{lines}\n{script.stem}.run_main({trainer})\n"
     program = folder / f"with_recipe_{script.name}"
     program.write_text(text)
     return program

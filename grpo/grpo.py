@@ -15,8 +15,8 @@ The GROUP_SIZE responses to a prompt, with scores s_i, are each other's baseline
     cispo       -sg(min(rho_t, 1 + CLIP_RANGE_HIGH)) A log pi(y_t)  over all tokens (2506.13585)
     sapo        -4/tau sigmoid(tau (rho_t - 1)) A                   of each response, then of all (2511.20347)
 
-sg stops the gradient; sapo's tau is 1 where A > 0, else 1.05. Sums run over all tokens of an optimizer step,
-also those that MASK_TRUNCATED or TOP_ENTROPY_FRACTION leaves out of L. With k1 = log pi(y_t) / pi_ref(y_t):
+sg stops the gradient; sapo's tau is 1 where A > 0, else 1.05. Tokens that MASK_TRUNCATED or
+TOP_ENTROPY_FRACTION leaves out of L still count in its divisor. With k1 = log pi(y_t) / pi_ref(y_t):
 
     KL_ESTIMATOR  kl_t                   mean of its gradient, on policy (joschu.net/blog/kl-approx.html)
     k2            k1^2 / 2               the gradient of KL(pi || pi_ref)
@@ -116,7 +116,7 @@ ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is
 
 # Rollout
 BATCH_SIZE = 32  # prompts sampled at a time
-GRADIENT_ACCUMULATION_STEPS = 1  # a step has this many times BATCH_SIZE prompts; not micro-batches
+GRADIENT_ACCUMULATION_STEPS = 1  # a step has BATCH_SIZE times this many prompts; micro-batches: see below
 GROUP_SIZE = 8  # responses per prompt, each other's baseline
 MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: as memory allows
 EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
@@ -233,7 +233,7 @@ def kl_loss(logprobs, ref_logprobs):
 
 
 def grpo_stats(logprobs, old_logprobs, ratio, advantages):
-    """Returns what is logged of each token, a dict of (rows, R): k3 of KL(old || new), and if it is cut."""
+    """Returns what is logged of each token, a dict of (rows, R); their means are metrics. Add others here."""
     log_ratio = (logprobs - old_logprobs).clamp(-20, 20)
     too_high = ratio > 1 + (CLIP_RANGE_HIGH or CLIP_RANGE)
     too_low = ratio < 1 - CLIP_RANGE
@@ -301,8 +301,8 @@ class GRPOTrainer:
         if KL_COEF > 0 and LORA_RANK and not REFERENCE_MODEL:
             self.reference = self.actor  # without its adapter
         elif KL_COEF > 0:
-            moved = checkpoint / "reference" if checkpoint and REFERENCE_SYNC_STEPS else None
-            self.reference = load_model(causal, moved or REFERENCE_MODEL or ACTOR_MODEL).to(self.device)
+            synced = checkpoint / "reference" if checkpoint and REFERENCE_SYNC_STEPS else None
+            self.reference = load_model(causal, synced or REFERENCE_MODEL or ACTOR_MODEL).to(self.device)
         if REFERENCE_SYNC_STEPS:
             self.models["reference"] = self.reference
         if REWARD_MODEL:
@@ -513,8 +513,8 @@ class GRPOTrainer:
             fields = [batch.mask, weights, batch.advantages, batch.logprobs, batch.ref_logprobs]
             fields = [x[micro, : logprobs.shape[1]].to(self.device) for x in fields]
             mask, weight, advantages, sampled_logprobs, ref_logprobs = fields
-            is_exact = is_first and LOSS_TYPE == "gspo"  # rounding in bfloat16 exceeds its clip range
-            old_logprobs = logprobs.detach() if is_exact else sampled_logprobs
+            is_on_policy = is_first and LOSS_TYPE == "gspo"  # rounding in bfloat16 exceeds its clip range
+            old_logprobs = logprobs.detach() if is_on_policy else sampled_logprobs
 
             policy_losses, ratio = policy_loss(logprobs, old_logprobs, advantages, mask)
             stats = grpo_stats(logprobs, sampled_logprobs, ratio, advantages)
@@ -736,15 +736,15 @@ def check_ids(model, ids):
 
 
 def find_end_ids(model, tokenizer):
-    """Returns the ids at which sampling stops, with which the model is saved: the tokenizer's EOS, those of
-    the generation config, and the token by which the chat template ends a turn."""
-    ends = {tokenizer.eos_token_id}.union(np.atleast_1d(model.generation_config.eos_token_id).tolist())
+    """Returns the ids at which sampling stops, with which the model is saved: the token by which the chat
+    template ends a turn, the tokenizer's EOS, and those of the generation config."""
+    ends = [tokenizer.eos_token_id, *np.atleast_1d(model.generation_config.eos_token_id).tolist()]
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "RESPONSE"}]
         tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("RESPONSE")[2].strip()
         end_of_turn = tokenizer(tail, add_special_tokens=False)["input_ids"][:1]
-        ends.update(tokenizer.added_tokens_decoder.keys() & end_of_turn)
-    ends = sorted(ends - {None})
+        ends = [id for id in end_of_turn if id in tokenizer.added_tokens_decoder] + ends
+    ends = [id for id in dict.fromkeys(ends) if id is not None]
     if not ends:
         raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r} has no EOS token: set eos_token of its tokenizer")
     model.generation_config.eos_token_id = ends
@@ -839,8 +839,6 @@ def generate(model, prompts, uniform, end_ids):
         logprobs[rows, t] = distribution.gather(1, tokens.unsqueeze(1)).squeeze(1)
         entropies[rows, t] = -(probabilities * distribution).sum(-1)
         is_finished |= torch.isin(tokens, ends)
-        if t + 1 == MAX_NEW_TOKENS:
-            break
         if device.type == "cpu" or t % 16 == 15:  # looking for finished rows waits for a GPU
             keep = is_finished.logical_not().nonzero().squeeze(1)
             if len(keep) == 0:
@@ -848,7 +846,8 @@ def generate(model, prompts, uniform, end_ids):
             if len(keep) <= 0.75 * len(rows):  # dropping rows copies the cache: drop many at once
                 prefix.select(keep)
                 rows, tokens, is_finished = rows[keep], tokens[keep], is_finished[keep]
-        logits = prefix.read(tokens.unsqueeze(1))
+        if t + 1 < MAX_NEW_TOKENS:
+            logits = prefix.read(tokens.unsqueeze(1))
     return ids.cpu(), logprobs.cpu(), entropies.cpu()
 
 
@@ -913,8 +912,9 @@ def micro_batch_rows(model, batch):
     config = model.config.get_text_config()
     # An estimate: eight copies of a token's logits, and 40 numbers per layer and hidden unit
     token_numbers = 8 * config.vocab_size + 40 * config.num_hidden_layers * config.hidden_size
-    token_bytes = token_numbers * {"float32": 4, "bfloat16": 2}[DTYPE]
-    return max(1, min(64, memory // 4 // max(1, batch.ids.shape[1] * token_bytes)))
+    length = batch.ids.shape[1] + max(map(len, column(batch.rows, "ids")), default=0)
+    row_bytes = max(1, length * token_numbers * {"float32": 4, "bfloat16": 2}[DTYPE])
+    return max(1, min(64, memory // 4 // row_bytes))
 
 
 # ================================================================ data
@@ -1129,7 +1129,7 @@ class Run:
         for path in stale:
             moved = target / path.relative_to(self.folder)
             moved.parent.mkdir(parents=True, exist_ok=True)
-            path.rename(moved)
+            shutil.move(path, moved)
             print(f"Moved {path} to {moved}", flush=True)
 
     def close(self, state):
@@ -1193,7 +1193,7 @@ def atomic_folder(path):
 
 
 # The panels of grpo_metrics_with_entropy.png; training_metrics_detailed.png has all metrics that vary
-PANELS = "accuracy_sampled reward entropy policy_loss zero_variance_groups clip_fraction approx_kl kl".split()
+PANELS = "accuracy_sampled reward entropy policy_loss policy_grad_norm zero_variance_groups kl".split()
 
 
 def draw_grid(folder, path, names=None):
@@ -1204,7 +1204,7 @@ def draw_grid(folder, path, names=None):
     height = max(1, math.ceil(len(names) / 3))
     figure = Figure(figsize=(10, 2.3 * height + 0.5), layout="tight")
     for number, name in enumerate(names, 1):
-        axis = figure.add_subplot(height, 3, number, title=name)
+        axis = figure.add_subplot(height, 3, number, title=name, xlabel="step")
         axis.grid(alpha=0.3)
         for phase in dict.fromkeys(column(records, "phase")):
             points = [r for r in records if r["phase"] == phase and r.get(name) is not None]

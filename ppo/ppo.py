@@ -107,7 +107,7 @@ ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is
 
 # Rollout
 BATCH_SIZE = 16  # prompts sampled at a time
-GRADIENT_ACCUMULATION_STEPS = 2  # a step has this many times BATCH_SIZE prompts; not micro-batches
+GRADIENT_ACCUMULATION_STEPS = 2  # a step has BATCH_SIZE times this many prompts; micro-batches: see below
 GROUP_SIZE = 4  # responses per prompt
 MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: as memory allows
 EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
@@ -222,8 +222,7 @@ def value_loss(values, old_values, returns):
 
 
 def ppo_stats(logprobs, old_logprobs, advantages):
-    """Returns what is logged of each token, a dict of (rows, R): the k3 estimate of KL(old || new), and
-    whether the clip stops the gradient. You may add others; their means over the tokens are logged."""
+    """Returns what is logged of each token, a dict of (rows, R); their means are metrics. Add others here."""
     log_ratio = (logprobs - old_logprobs).clamp(-20, 20)
     ratio = log_ratio.exp()
     too_high = ratio > 1 + (CLIP_RANGE_HIGH or CLIP_RANGE)
@@ -730,15 +729,15 @@ def check_ids(model, ids):
 
 
 def find_end_ids(model, tokenizer):
-    """Returns the ids at which sampling stops, with which the model is saved: the tokenizer's EOS, those of
-    the generation config, and the token by which the chat template ends a turn."""
-    ends = {tokenizer.eos_token_id}.union(np.atleast_1d(model.generation_config.eos_token_id).tolist())
+    """Returns the ids at which sampling stops, with which the model is saved: the token by which the chat
+    template ends a turn, the tokenizer's EOS, and those of the generation config."""
+    ends = [tokenizer.eos_token_id, *np.atleast_1d(model.generation_config.eos_token_id).tolist()]
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "RESPONSE"}]
         tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("RESPONSE")[2].strip()
         end_of_turn = tokenizer(tail, add_special_tokens=False)["input_ids"][:1]
-        ends.update(tokenizer.added_tokens_decoder.keys() & end_of_turn)
-    ends = sorted(ends - {None})
+        ends = [id for id in end_of_turn if id in tokenizer.added_tokens_decoder] + ends
+    ends = [id for id in dict.fromkeys(ends) if id is not None]
     if not ends:
         raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r} has no EOS token: set eos_token of its tokenizer")
     model.generation_config.eos_token_id = ends
@@ -833,8 +832,6 @@ def generate(model, prompts, uniform, end_ids):
         logprobs[rows, t] = distribution.gather(1, tokens.unsqueeze(1)).squeeze(1)
         entropies[rows, t] = -(probabilities * distribution).sum(-1)
         is_finished |= torch.isin(tokens, ends)
-        if t + 1 == MAX_NEW_TOKENS:
-            break
         if device.type == "cpu" or t % 16 == 15:  # looking for finished rows waits for a GPU
             keep = is_finished.logical_not().nonzero().squeeze(1)
             if len(keep) == 0:
@@ -842,7 +839,8 @@ def generate(model, prompts, uniform, end_ids):
             if len(keep) <= 0.75 * len(rows):  # dropping rows copies the cache: drop many at once
                 prefix.select(keep)
                 rows, tokens, is_finished = rows[keep], tokens[keep], is_finished[keep]
-        logits = prefix.read(tokens.unsqueeze(1))
+        if t + 1 < MAX_NEW_TOKENS:
+            logits = prefix.read(tokens.unsqueeze(1))
     return ids.cpu(), logprobs.cpu(), entropies.cpu()
 
 
@@ -917,8 +915,9 @@ def micro_batch_rows(model, batch):
     config = model.config.get_text_config()
     # An estimate: eight copies of a token's logits, and 40 numbers per layer and hidden unit
     token_numbers = 8 * config.vocab_size + 40 * config.num_hidden_layers * config.hidden_size
-    token_bytes = token_numbers * {"float32": 4, "bfloat16": 2}[DTYPE]
-    return max(1, min(64, memory // 4 // max(1, batch.ids.shape[1] * token_bytes)))
+    length = batch.ids.shape[1] + max(map(len, column(batch.rows, "ids")), default=0)
+    row_bytes = max(1, length * token_numbers * {"float32": 4, "bfloat16": 2}[DTYPE])
+    return max(1, min(64, memory // 4 // row_bytes))
 
 
 # ================================================================ data
@@ -1133,7 +1132,7 @@ class Run:
         for path in stale:
             moved = target / path.relative_to(self.folder)
             moved.parent.mkdir(parents=True, exist_ok=True)
-            path.rename(moved)
+            shutil.move(path, moved)
             print(f"Moved {path} to {moved}", flush=True)
 
     def close(self, state):
@@ -1208,7 +1207,7 @@ def draw_grid(folder, path, names=None):
     height = max(1, math.ceil(len(names) / 3))
     figure = Figure(figsize=(10, 2.3 * height + 0.5), layout="tight")
     for number, name in enumerate(names, 1):
-        axis = figure.add_subplot(height, 3, number, title=name)
+        axis = figure.add_subplot(height, 3, number, title=name, xlabel="step")
         axis.grid(alpha=0.3)
         for phase in dict.fromkeys(column(records, "phase")):
             points = [r for r in records if r["phase"] == phase and r.get(name) is not None]

@@ -137,8 +137,8 @@ TEMPERATURE = 1.0  # > 0; in training, evaluation and all log-probabilities
 EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
 
 # Optimisation
-BATCH_SIZE = 32  # prompts mined at a time, and
-GRADIENT_ACCUMULATION_STEPS = 1  # times this, the prompts of an optimizer step; not micro-batches
+BATCH_SIZE = 32  # prompts mined at a time
+GRADIENT_ACCUMULATION_STEPS = 1  # a step has BATCH_SIZE times this many prompts; micro-batches: see below
 MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: as memory allows
 TAU = 0.1  # > 0; small: only the best candidates weigh; large: all weigh alike
 TAU_END: float | None = None  # moves TAU there by equal factors over the run; None: it stays
@@ -295,6 +295,7 @@ class RCETrainer:
         state = self.state
         self.run.open(state)  # opens the logs and catches signals
         self.run.log(f"{len(self.train_rows)} prompts and {len(self.eval_rows)} held out, on {self.device}")
+        self.copy_candidates()
         self.save()  # the first round mines from this checkpoint
         while state.round <= self.rounds and not self.is_over():
             if not self.prepare_round() or STAGE == "mine":  # mines and checks up
@@ -313,11 +314,11 @@ class RCETrainer:
                     self.log_evaluation(self.validate() | self.evaluate())
                 if SAVE_EVERY_N_STEPS and state.step % SAVE_EVERY_N_STEPS == 0 and not is_last:
                     self.save()
-            if state.step == self.round_end:
+            if state.step >= self.round_end:
                 state.round += 1
                 state.round_start = state.step
                 self.save()  # the next round mines from this checkpoint
-        if STAGE != "mine" and (not state.evaluation or not (self.run.folder / "best").exists()):
+        if state.step and (not state.evaluation or not (self.run.folder / "best").exists()):
             self.save_best()
         self.save()
         self.run.close(state)
@@ -335,6 +336,14 @@ class RCETrainer:
         out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.state.evaluations_without_gain
         return self.run.signal or out_of_patience or self.state.step >= self.total_steps
 
+    def copy_candidates(self):
+        """A run that continues from a checkpoint of another folder takes its candidates from there."""
+        for number in range(1, self.state.round + 1):
+            path = candidates_path(self.run.folder, number)
+            source = Path(self.run.checkpoint or path).parent / path.name
+            if rank == 0 and source.exists() and not path.exists():
+                shutil.copy(source, path)
+
     def prepare_round(self):
         """Mines the round's candidates unless they are there, and plans its steps. Returns False if a signal
         stopped the mining."""
@@ -347,7 +356,9 @@ class RCETrainer:
         self.validation_groups = [group for group in first_round if is_held_back(group[0]["row"])]
         groups_to_train = [group for group in groups if not is_held_back(group[0]["row"])]
         # Equal rewards do not say which candidate is better
-        self.train_groups = [group for group in groups_to_train if shaped_rewards(group).std() > 1e-6]
+        self.train_groups = [
+            group for group in groups_to_train if np.ptp(shaped_rewards(group).numpy()) > 1e-6
+        ]
         if state.round == 1 and not self.train_groups:
             raise UserError(f"{path}: no prompt to train on has two candidates of unequal rewards")
 
@@ -419,21 +430,25 @@ class RCETrainer:
         rows = [self.train_rows[i] for i in order.roll(-count * (self.state.round - 1))[:count]]
         rows = [row for row in rows if self.state.round == 1 or not is_held_back(row)]
         files = []
+        settings = (SEED, BATCH_SIZE, MINE_PROMPTS, GROUP_SIZE, SAMPLE_TEMPERATURES, BEAMS, TEMPERATURE)
+        mining = zlib.crc32(repr(settings).encode())  # parts of other settings do not count
         for first in range(0, len(rows), BATCH_SIZE):
-            files.append(path.with_suffix(".parts") / f"{first:08d}_{BATCH_SIZE}.parquet")
+            files.append(path.with_suffix(".parts") / f"{first:08d}_{mining}.parquet")
             if all_gather(files[-1].exists())[0]:
                 continue
             self.seed_step(first + 1)
             candidates = self.mine_prompts(rows[first : first + BATCH_SIZE])
             if rank == 0:
                 write_parquet(candidates, files[-1])
-            self.run.log(f"Round {self.state.round}: mined {first + BATCH_SIZE} of {len(rows)} prompts")
+            self.run.log(
+                f"Round {self.state.round}: mined {min(first + BATCH_SIZE, len(rows))} of {len(rows)} prompts"
+            )
             if self.is_over():
                 return False
         if rank == 0:
             mined = [pyarrow.parquet.read_table(file).to_pylist() for file in files]
             write_parquet(list(chain(*mined)), path)
-            shutil.rmtree(path.with_suffix(".parts"))
+            shutil.rmtree(path.with_suffix(".parts"), ignore_errors=True)
         all_gather(None)  # wait for the file
         return True
 
@@ -450,9 +465,11 @@ class RCETrainer:
         self.score_gold(candidates)
         self.verify(list(chain(*map(choose_verified, groups))))
         # Right beside wrong candidates teach the most: verify all of a prompt where either is missing
+        others = []
         for group in groups:
             if not {0, 1} <= set(column(group, "hard")):
-                self.verify([c for c in group if c["eval_mode"] == "cheap"])
+                others += [c for c in group if c["eval_mode"] == "cheap"]
+        self.verify(others)
         errors = [c["eval_error"] for c in candidates if c["eval_failed"]]
         if errors:
             self.run.log(f"WARNING: the reward failed for {len(errors)} candidates: {errors[0]}")
@@ -470,7 +487,9 @@ class RCETrainer:
         if not difference.sum() <= len(rows) * {"float32": 1e-3, "bfloat16": 0.05}[DTYPE]:  # or it is NaN
             raise UserError(f"scoring and sampling differ: |log ratio| is {difference.mean():.2g} per token")
         proposals = [(i, ids, "greedy", None) for i, ids in enumerate(greedy.response_ids)]
-        for i, ids in enumerate(beam_search(self.actor, column(rows, "ids"), self.end_ids)):
+        with autocast(self.device):
+            beams = beam_search(self.actor, column(rows, "ids"), self.end_ids)
+        for i, ids in enumerate(beams):
             proposals.append((i // BEAMS, ids, "beam", None))
         # Each sample of a prompt has its temperature: all are drawn in one go
         temperatures = list(islice(cycle(map(float, SAMPLE_TEMPERATURES)), GROUP_SIZE)) * len(rows)
@@ -482,7 +501,7 @@ class RCETrainer:
             if INCLUDE_REFERENCE and isinstance(row["answer"], str):
                 ids = self.tokenizer(row["answer"], add_special_tokens=False)["input_ids"]
                 if len(ids) < MAX_NEW_TOKENS:
-                    proposals.append((i, [*ids, self.tokenizer.eos_token_id], "reference", None))
+                    proposals.append((i, [*ids, self.end_ids[0]], "reference", None))
 
         groups = [{} for _ in rows]  # {token ids: candidate} of each prompt
         for i, ids, source, temperature in proposals:
@@ -502,7 +521,9 @@ class RCETrainer:
         for candidate in candidates:
             row = candidate["row"]
             candidate["gt_prob"] = None if row["answer"] is None else 0.0
-            working, golds = gold_after_working(self.tokenizer, row["answer"] or [], candidate["text"])
+            working, golds = gold_after_working(
+                self.tokenizer, row["answer"] or [], candidate["text"], self.end_ids[0]
+            )
             for gold in golds:
                 text = {"row": row, "token_ids": working + gold, "start": len(working), "candidates": []}
                 text = texts.setdefault((row["id"], *working, *gold), text)
@@ -515,17 +536,23 @@ class RCETrainer:
     def verify(self, candidates):
         """Sets the rewards of candidates: hard, soft, and reward/NAME of each part. All are scored in one
         call. If that raises, they are scored one by one, and those that raise are marked as failed."""
+        if not candidates:
+            return
         try:
             batch = SimpleNamespace(rows=column(candidates, "row"), texts=column(candidates, "text"))
             batch.response_ids = column(candidates, "token_ids")
             self.score_responses(batch)
             for i, candidate in enumerate(candidates):
                 parts = {name: values[i].item() for name, values in self.reward_parts.items()}
+                if not {HARD_REWARD, SOFT_REWARD} <= parts.keys():
+                    raise UserError(f"HARD_REWARD and SOFT_REWARD are not both among {', '.join(parts)}")
                 hard, soft = parts[HARD_REWARD], parts[SOFT_REWARD]
                 if hard not in (0, 1) or not 0 <= soft <= 1:
                     raise UserError(f"HARD_REWARD gives 0 or 1, SOFT_REWARD 0 to 1, not {hard} and {soft}")
                 candidate |= {"hard": hard, "soft": soft, "eval_mode": "verified"}
                 candidate |= {f"reward/{name}": value for name, value in parts.items()}
+        except UserError:
+            raise
         except Exception as error:  # a reward function may raise anything
             text = f"{type(error).__name__}: {first_line(error)}"
             for candidate in candidates:
@@ -803,15 +830,15 @@ def check_ids(model, ids):
 
 
 def find_end_ids(model, tokenizer):
-    """Returns the ids at which sampling stops, with which the model is saved: the tokenizer's EOS, those of
-    the generation config, and the token by which the chat template ends a turn."""
-    ends = {tokenizer.eos_token_id}.union(np.atleast_1d(model.generation_config.eos_token_id).tolist())
+    """Returns the ids at which sampling stops, with which the model is saved: the token by which the chat
+    template ends a turn, the tokenizer's EOS, and those of the generation config."""
+    ends = [tokenizer.eos_token_id, *np.atleast_1d(model.generation_config.eos_token_id).tolist()]
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "RESPONSE"}]
         tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("RESPONSE")[2].strip()
         end_of_turn = tokenizer(tail, add_special_tokens=False)["input_ids"][:1]
-        ends.update(tokenizer.added_tokens_decoder.keys() & end_of_turn)
-    ends = sorted(ends - {None})
+        ends = [id for id in end_of_turn if id in tokenizer.added_tokens_decoder] + ends
+    ends = [id for id in dict.fromkeys(ends) if id is not None]
     if not ends:
         raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r} has no EOS token: set eos_token of its tokenizer")
     model.generation_config.eos_token_id = ends
@@ -907,8 +934,6 @@ def generate(model, prompts, uniform, end_ids, temperatures):
         ids[rows, t] = tokens
         logprobs[rows, t] = distribution.gather(1, tokens.unsqueeze(1)).squeeze(1)
         is_finished |= torch.isin(tokens, ends)
-        if t + 1 == MAX_NEW_TOKENS:
-            break
         if device.type == "cpu" or t % 16 == 15:  # looking for finished rows waits for a GPU
             keep = is_finished.logical_not().nonzero().squeeze(1)
             if len(keep) == 0:
@@ -916,7 +941,8 @@ def generate(model, prompts, uniform, end_ids, temperatures):
             if len(keep) <= 0.75 * len(rows):  # dropping rows copies the cache: drop many at once
                 prefix.select(keep)
                 rows, tokens, is_finished = rows[keep], tokens[keep], is_finished[keep]
-        logits = prefix.read(tokens.unsqueeze(1))
+        if t + 1 < MAX_NEW_TOKENS:
+            logits = prefix.read(tokens.unsqueeze(1))
     return ids.cpu(), logprobs.cpu()
 
 
@@ -1001,8 +1027,9 @@ def micro_batch_rows(model, batch):
     config = model.config.get_text_config()
     # An estimate: eight copies of a token's logits, and 40 numbers per layer and hidden unit
     token_numbers = 8 * config.vocab_size + 40 * config.num_hidden_layers * config.hidden_size
-    token_bytes = token_numbers * {"float32": 4, "bfloat16": 2}[DTYPE]
-    return max(1, min(64, memory // 4 // max(1, batch.ids.shape[1] * token_bytes)))
+    length = batch.ids.shape[1] + max(map(len, column(batch.rows, "ids")), default=0)
+    row_bytes = max(1, length * token_numbers * {"float32": 4, "bfloat16": 2}[DTYPE])
+    return max(1, min(64, memory // 4 // row_bytes))
 
 
 # ================================================================ candidates
@@ -1036,7 +1063,7 @@ def beam_search(model, prompts, end_ids):
     return [response[:length] for response, length in zip(ids.tolist(), lengths)]
 
 
-def gold_after_working(tokenizer, answer, response):
+def gold_after_working(tokenizer, answer, response, end_id):
     """Returns the working of a response as ids, and the distinct gold answers after it, lists of ids. With
     ANSWER_FORM = "#### {answer}" these are, say, "2 + 3 = 6\\n####" and " 5<eos>". What ends a gold answer is
     the rest of ANSWER_FORM, else EOS: so none is the beginning of another, and probabilities add up."""
@@ -1051,7 +1078,7 @@ def gold_after_working(tokenizer, answer, response):
     # A token may hold the end of the mark and the beginning of an answer, as "{-" of "\boxed{-5}" does. The
     # working ends before it for all gold answers
     border = min(len(os.path.commonprefix([all_ids[0], ids])) for ids in all_ids)
-    end = [] if rest else [tokenizer.eos_token_id]
+    end = [] if rest else [end_id]
     return all_ids[0][:border], [ids[border:] + end for ids in all_ids[1:]]
 
 
@@ -1322,7 +1349,9 @@ class Run:
         if not config.exists():
             return
         stale = list_checkpoints(self.folder)
-        mined = {path: int(path.stem.split("_")[-1]) for path in self.folder.glob("candidates_round_*")}
+        mined = {path: path.stem[17:] for path in self.folder.glob("candidates_round_*.*")}
+        mined = {path: int(number) for path, number in mined.items() if number.isdecimal()}
+        mined.pop(Path(CANDIDATES or "").absolute(), None)
         if self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve():
             stale = [path for path in stale if int(path.name[5:]) > state.step]
             stale += [path for path, number in mined.items() if number > state.round]
@@ -1340,7 +1369,7 @@ class Run:
         for path in stale:
             moved = target / path.relative_to(self.folder)
             moved.parent.mkdir(parents=True, exist_ok=True)
-            path.rename(moved)
+            shutil.move(path, moved)
             print(f"Moved {path} to {moved}", flush=True)
 
     def close(self, state):
@@ -1415,7 +1444,7 @@ def draw_grid(folder, path, names=None):
     height = max(1, math.ceil(len(names) / 3))
     figure = Figure(figsize=(10, 2.3 * height + 0.5), layout="tight")
     for number, name in enumerate(names, 1):
-        axis = figure.add_subplot(height, 3, number, title=name)
+        axis = figure.add_subplot(height, 3, number, title=name, xlabel="step")
         axis.grid(alpha=0.3)
         for phase in dict.fromkeys(column(records, "phase")):
             points = [r for r in records if r["phase"] == phase and r.get(name) is not None]
@@ -1483,6 +1512,8 @@ def check_constants():
         "PROMPT_TEMPLATE contains {input}": "{input}" in PROMPT_TEMPLATE,
         "ANSWER_FORM contains {answer} once": ANSWER_FORM.count("{answer}") == 1,
         "there is a reward function": REWARD_FUNCTIONS,
+        "GROUP_SIZE is at least 1": GROUP_SIZE >= 1,
+        "SAMPLE_TEMPERATURES is not empty": SAMPLE_TEMPERATURES,
     }
     for rule, is_kept in rules.items():
         if not is_kept:

@@ -45,6 +45,8 @@ def call_reward(function, prompts, responses, answers, columns):
     Its fourth and later parameters get the columns of their names, {name: one value per response}. A `**`
     parameter gets all columns.
     """
+    if not responses:  # of a process without a prompt
+        return []
     name = "the reward function " + getattr(function, "__name__", type(function).__name__)
     keywords = _choose_columns(name, inspect.signature(function).parameters.values(), columns)
     returned = _to_python(function(prompts, responses, answers, **keywords))
@@ -52,12 +54,10 @@ def call_reward(function, prompts, responses, answers, columns):
     if hasattr(returned, "__iter__") and not isinstance(returned, (dict, set)):
         values = [_to_python(value) for value in returned]
 
-    # Trainers hold scores as float32, whose largest number is 3.4e38
-    numbers = [float(v) for v in values if isinstance(v, (int, float)) and abs(v) < 3e38]
+    numbers = [float(v) for v in values if isinstance(v, (int, float)) and abs(v) < 3e38]  # float32's range
     if len(numbers) != len(values) or len(numbers) != len(responses):
-        raise UserError(
-            f"{name} must return {len(responses)} finite numbers, not {values or returned!r:.200}"
-        )
+        wanted = f"must return {len(responses)} finite numbers"
+        raise UserError(f"{name} {wanted}, not {values or returned!r:.200}")
     return numbers
 
 

@@ -258,3 +258,7 @@ def test_a_function_that_would_get_something_else_is_refused():
     for function in (needs_a_column, for_trl, in_another_order):
         with pytest.raises(UserError, match=function.__name__):
             call(function, {"level": [5, 6]})
+
+
+def test_a_reward_function_is_not_asked_about_no_response():
+    assert call_reward(lambda prompts, responses, answers: 1 / 0, [], [], [], {}) == []

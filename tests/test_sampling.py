@@ -174,13 +174,13 @@ def test_the_token_by_which_the_template_ends_a_turn_ends_a_response(make, tmp_p
     template = tmp_path / "policy/chat_template.jinja"
     template.write_text(template.read_text().replace("eos_token", "'<eos>'"))
     trainer = make(path, ACTOR_MODEL=folder)
-    assert trainer.end_ids == [0, 1]
+    assert trainer.end_ids == [1, 0]  # the turn's end comes first
     batch = trainer.rollout(trainer.train_rows[:4])
     assert batch.truncated.float().mean() < 0.5
     trainer.run.open(trainer.state)
     trainer.save_best()
     saved = json.loads((trainer.run.folder / "best/policy/generation_config.json").read_text())
-    assert saved["eos_token_id"] == [0, 1]
+    assert saved["eos_token_id"] == [1, 0]
 
 
 def test_all_ends_of_the_generation_config_end_a_response(make, tmp_path):
