@@ -1266,7 +1266,7 @@ def forward(model, ids, shared_prompts=None, **options):
 
 class PreallocatedCacheLayer(DynamicLayer):
     """A cache layer that keeps its keys and values in larger buffers. transformers' own layer copies all keys
-    at every token, which took 39% of a rollout's time (docs/lab/speed.md)."""
+    at every token, which took 39% of a rollout's time."""
 
     def __init__(self, layer):
         super().__init__()
@@ -1352,8 +1352,8 @@ class Decoder:
 
 
 # ---------------------------------------------------------------- decoding with shared prompts
-# Keys and values of a prompt are kept once for all its responses: a rollout takes 0.44 to 0.7 of the time
-# (docs/lab/speed.md). A copy may delete this section, and the two places in Decoder and load_model() that
+# Keys and values of a prompt are kept once for all its responses: a rollout takes 0.44 to 0.7 of the time.
+# A copy may delete this section, and the two places in Decoder and load_model() that
 # name it.
 
 _SHARED_DECODING = WeakSet()  # models for which check_models() found that decoding this way is right

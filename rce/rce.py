@@ -179,7 +179,7 @@ def sampling_logprobs(logits, temperature):
 def rce_weights(rewards, tau):
     """Returns the weights w of one prompt's candidates from their rewards r, two (candidates,)."""
     if WEIGHT_REWARDS == "zscore":
-        rewards = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        rewards = rewards / (rewards.std() + 1e-4)  # a softmax does not see their mean
     return (rewards / tau).softmax(0)
 
 
@@ -1433,7 +1433,7 @@ def atomic_folder(path):
 
 
 # The panels of rce_metrics_with_entropy.png; training_metrics_detailed.png has all metrics that vary
-PANELS = "accuracy_sampled pick_accuracy reward_spread entropy policy_loss effective_candidates".split()
+PANELS = "accuracy_sampled pick_accuracy reward entropy policy_loss effective_candidates".split()
 
 
 def draw_grid(folder, path, names=None):

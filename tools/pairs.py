@@ -58,7 +58,7 @@ def main(words):
     for record in records:
         lacking = {"prompt_id", "prompt", "text", "hard", "eval_failed"} - record.keys()
         if lacking:
-            stop(f"{source}: there is no column {sorted(lacking)[0]!r}; docs/reference-rce.md lists them")
+            stop(f"{source}: there is no column {sorted(lacking)[0]!r}; docs/rce.md lists them")
         if re.match("(system|user|assistant|tool|developer): ", record["prompt"]):
             stop(f"{source}: {record['prompt_id']} is a chat: pairs are made of prompts that are texts")
         groups.setdefault(record["prompt_id"], []).append(record)
