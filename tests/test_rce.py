@@ -40,7 +40,7 @@ def test_tau_moves_by_equal_factors(rce):
     assert rce.tau_at(3, 10) == 0.8
     rce.TAU_END = 0.1
     assert [rce.tau_at(n, 4) for n in range(6)] == pytest.approx([0.8, 0.4, 0.2, 0.1, 0.1, 0.1])
-    assert rce.tau_at(0, 1) == 0.8
+    assert rce.tau_at(0, 1) == 0.8 and rce.tau_at(1, 2) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("length_normalise", [False, True])
@@ -78,6 +78,7 @@ def test_reward_modes(rce, mode):
 
 def test_equal_scores_make_no_hybrid_reward_of_their_own(rce):
     assert rce.hybrid(double([1, 0]), None, None, double([-3, -3])).tolist() == [0.5, 0]
+    assert rce.hybrid(double([1, 0]), None, None, double([-3, -2.5])).tolist() == [0.5, 0.5]
 
 
 def test_a_reward_mode_of_ones_own(rce):
