@@ -17,7 +17,7 @@ of them in an optimizer step, however it is cut into micro-batches. Actor and cr
 Shapes: rows = responses, those to one prompt being neighbours; P, R = tokens of the longest prompt, response.
 
     python ppo/ppo.py                          # edit the constants below, or give KEY=VALUE or @FILE
-    python ppo/ppo.py ACTOR_MODEL=Qwen/Qwen2.5-0.5B-Instruct LEARNING_RATE=1e-6 CRITIC_LEARNING_RATE=1e-5
+    python ppo/ppo.py ACTOR_MODEL=Qwen/Qwen2.5-0.5B-Instruct REWARD_MODEL=None LEARNING_RATE=1e-6
     torchrun --nproc_per_node=4 ppo/ppo.py     # the same samples, the same update up to rounding
 
 Writes logs/, checkpoints step_N/, best/policy/ and two pictures into OUTPUT_DIR. A run that was stopped or
