@@ -53,11 +53,14 @@ def load(path, **constants):
 
 @pytest.fixture
 def make(tmp_path):
-    """make("ppo/ppo.py", KEY=value) returns a small trainer, and its module as trainer.module."""
+    """make("ppo/ppo.py", KEY=value) returns a small trainer, and its module as trainer.module. It draws no
+    pictures, which take longer than its steps, unless draws=True."""
 
-    def make_trainer(path, **constants):
+    def make_trainer(path, draws=False, **constants):
         constants = {"OUTPUT_DIR": str(tmp_path / "run"), **constants}
         module = load(path, **small(path, **constants))
+        if not draws:
+            module.draw_grid = lambda *arguments: None
         trainer = getattr(module, TRAINERS[path])()
         trainer.module = module
         return trainer

@@ -23,7 +23,7 @@ def files(folder):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_run_writes_what_the_documents_promise(make, tmp_path, path):
-    trainer = make(path)
+    trainer = make(path, draws=True)
     evaluation = trainer.train()
     run, name = tmp_path / "run", Path(path).stem
     step = f"step_{trainer.state.step}"
