@@ -296,3 +296,21 @@ def test_training_raises_the_probability_of_right_candidates(make):
     batch = trainer.module.make_batch([c for group in trainer.train_groups for c in group if c["hard"] == 1])
     new, old = (trainer.module.all_logprobs(t.actor, batch).sum().item() for t in (trainer, before))
     assert new > old
+
+
+def test_a_round_that_becomes_shorter_at_a_restart_ends(make):
+    make("rce/rce.py", NUM_EPOCHS=3, MAX_STEPS=4, SAVE_EVERY_N_STEPS=1, MINE_PROMPTS=16).train()
+    again = make("rce/rce.py", NUM_EPOCHS=1, BATCH_SIZE=16, MINE_PROMPTS=16, RESUME="yes")
+    again.train()
+    assert again.state.step == 4 and again.round_end < 4 and again.state.round == 2
+
+
+def test_a_run_that_continues_in_another_folder_takes_its_candidates_along(make, tmp_path):
+    whole = make("rce/rce.py", SAVE_EVERY_N_STEPS=1, MINE_PROMPTS=16)
+    whole.train()
+    resume = str(whole.run.folder / "step_1")
+    again = make("rce/rce.py", MINE_PROMPTS=16, RESUME=resume, OUTPUT_DIR=str(tmp_path / "other"))
+    again.train()
+    assert again.state.step == whole.state.step > 1
+    for a, b in zip(whole.actor.parameters(), again.actor.parameters()):
+        assert torch.equal(a, b)
