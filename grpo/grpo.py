@@ -928,8 +928,8 @@ def load_rows(specs, tokenizer):
         try:
             for number, record in enumerate(read_records(spec), 1):
                 where = f"{position}/{Path(spec['path']).name}:{number}"
-                if None in record:  # csv puts the fields there that the first line has no name for
-                    raise ValueError("more fields than the first line")
+                if None in record or not {spec["input"], spec.get("output", spec["input"])} <= record.keys():
+                    raise ValueError(f"{spec} does not fit the columns {list(record)} (None: more fields)")
                 answer = record[spec["output"]] if "output" in spec else None
                 rows.append(make_row(tokenizer, record[spec["input"]], answer, where, record))
                 where = f"after {where}"  # if the next record cannot be read

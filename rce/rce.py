@@ -421,7 +421,7 @@ class RCETrainer:
     @torch.no_grad()
     def mine(self, path):
         """Writes the candidates of this round into the file `path`, and returns True; False if a signal stops
-        it. Each BATCH_SIZE prompts have a file of their own until all are mined: a killed run goes on."""
+        it. Each BATCH_SIZE prompts have a file of their own until all are mined: a killed run continues."""
         if STAGE == "train" or path == Path(CANDIDATES or "") or self.state.step > self.state.round_start:
             raise UserError(f"there is no file {path}: run STAGE=mine first, or correct CANDIDATES")
         # The next MINE_PROMPTS of a random order. Prompts held back are of use in the first round only
@@ -1161,8 +1161,8 @@ def load_rows(specs, tokenizer):
         try:
             for number, record in enumerate(read_records(spec), 1):
                 where = f"{position}/{Path(spec['path']).name}:{number}"
-                if None in record:  # csv puts the fields there that the first line has no name for
-                    raise ValueError("more fields than the first line")
+                if None in record or not {spec["input"], spec.get("output", spec["input"])} <= record.keys():
+                    raise ValueError(f"{spec} does not fit the columns {list(record)} (None: more fields)")
                 answer = record[spec["output"]] if "output" in spec else None
                 rows.append(make_row(tokenizer, record[spec["input"]], answer, where, record))
                 where = f"after {where}"  # if the next record cannot be read
