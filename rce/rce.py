@@ -61,7 +61,6 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
     print(__doc__ + Path(__file__).read_text().split("= constants\n")[1].split("\n# =====")[0])
     sys.exit()
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
 import filelock
 import numpy as np
 import pyarrow
@@ -77,7 +76,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 rank, world_size, gpu = 0, 1, 0  # of this process under torchrun; rank 0 alone asks, writes and prints
 if dist.is_torchelastic_launched():
     rank, world_size, gpu = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-# The folder that holds rewards/
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir())
 sys.path.insert(0, str(ROOT))
 from rewards import UserError, call_reward, find_function, gold_answers
@@ -104,9 +102,7 @@ TRAIN_DATASETS = [
     {"path": f"{ROOT}/data/tiny/train.jsonl", "type": "jsonl", "input": "problem", "output": "solution"},
     {"path": f"{ROOT}/data/tiny/train.parquet", "type": "parquet", "input": "problem", "output": "solution"},
 ]
-EVAL_DATASETS = [
-    {"path": f"{ROOT}/data/tiny/test.jsonl", "type": "jsonl", "input": "problem", "output": "solution"},
-]
+EVAL_DATASETS = [{**TRAIN_DATASETS[0], "path": f"{ROOT}/data/tiny/test.jsonl"}]
 PROMPT_TEMPLATE = "{input}"  # the question; the tokenizer's chat template, if it has one, wraps it
 SYSTEM_PROMPT: str | None = None  # put before prompts that have none; needs a chat template
 MAX_EVAL_PROMPTS: int | None = 200  # the first ones; None: all
@@ -772,6 +768,8 @@ def load_model(auto_class, path):
 
 def load_trained(auto_class, path, saved):
     """Returns a model to train, from the folder `saved` of a checkpoint or else path, with LoRA's adapter."""
+    if saved and (saved / "adapter_config.json").exists() != (LORA_RANK > 0):
+        raise UserError(f"{saved} was trained with another LORA_RANK")
     if LORA_RANK == 0:
         model = load_model(auto_class, saved or path).requires_grad_(True)
     else:
@@ -823,7 +821,7 @@ def clip_and_step(optimizers, sums, run):
 
 def check_ids(model, ids):
     """Refuses token ids that the model has no embedding for: on a GPU they would end the process."""
-    largest = max(ids)
+    largest = max(ids, default=0)
     count = model.get_input_embeddings().num_embeddings
     if largest >= count:
         raise UserError(f"{model.name_or_path} has {count} embeddings; its tokenizer gives token {largest}")
@@ -1309,7 +1307,7 @@ class Run:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             self.lock.acquire(timeout=0)  # fails if another run writes into OUTPUT_DIR
             checkpoint = choose_checkpoint(self.folder, resume)
-            print(f"Loading {ACTOR_MODEL}; writing to {self.folder}", flush=True)
+            print(f"Writing to {self.folder}; loading the models", flush=True)
         self.checkpoint = all_gather(checkpoint)[0]
 
     def on_signal(self, number, frame):
@@ -1331,9 +1329,9 @@ class Run:
             file = open(self.folder / "logs" / name, "a", buffering=1)
             file.truncate(min(file.tell(), state.log_sizes.get(name, 0)))
             self.logs[name] = file
-        facts = {"constants": constants(), "processes": world_size, "torch": torch.__version__}
+        facts = {"file": __file__, "processes": world_size, "torch": torch.__version__}
         config = self.folder / "training_config.json"
-        config.with_suffix(".tmp").write_text(json.dumps(facts, indent=1))
+        config.with_suffix(".tmp").write_text(json.dumps(facts | {"constants": constants()}, indent=1))
         config.with_suffix(".tmp").rename(config)
         if USE_WANDB:
             import wandb  # slow
@@ -1346,26 +1344,28 @@ class Run:
         """Moves checkpoints and candidates that are later than the run's into the folder `target`, and for a
         new run all files of an earlier one. Files that no run wrote stay."""
         config = self.folder / "training_config.json"
+        is_own = self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve()
+        if not is_own:
+            state.best_score, state.log_sizes = -math.inf, {}
         if not config.exists():
             return
         stale = list_checkpoints(self.folder)
         mined = {path: path.stem[17:] for path in self.folder.glob("candidates_round_*.*")}
         mined = {path: int(number) for path, number in mined.items() if number.isdecimal()}
         mined.pop(Path(CANDIDATES or "").absolute(), None)
-        if self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve():
+        if is_own:
             stale = [path for path in stale if int(path.name[5:]) > state.step]
             stale += [path for path, number in mined.items() if number > state.round]
             earlier = json.loads(config.read_text())["constants"]
             changes = [f"{k}={x!r}" for k, x in constants().items() if earlier.get(k, x) != x]
             print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
         else:
-            state.log_sizes = {}
             stale += [path for path, number in mined.items() if STAGE != "train" or number > 1]
             for pattern in "logs/*.jsonl logs/training_*.log *_metrics_*.png training_config.json".split():
                 stale += self.folder.glob(pattern)
         if stale:  # best/ may be of a later step, or of the other run
             state.best_score = -math.inf
-            stale += self.folder.glob("best/policy")
+            stale += [path.parent for path in self.folder.glob("best/*/config.json")]
         for path in stale:
             moved = target / path.relative_to(self.folder)
             moved.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,30 +15,59 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "data/tiny"
-TRAINERS = {"ppo/ppo.py": "PPOTrainer", "grpo/grpo.py": "GRPOTrainer", "rce/rce.py": "RCETrainer"}
+SAMPLERS = {"ppo/ppo.py": "PPOTrainer", "grpo/grpo.py": "GRPOTrainer", "rce/rce.py": "RCETrainer"}
+TRAINERS = {
+    **SAMPLERS,
+    "ppo/sft.py": "SFTTrainer",
+    "ppo/reward_model.py": "RewardModelTrainer",
+    "rce/dpo.py": "DPOTrainer",
+}
 sys.path.insert(0, str(ROOT))
 pytest_plugins = ["old"]
 
+FEW = tempfile.TemporaryDirectory()  # the first rows of data sets that a trainer reads whole
+
+
+def few(name, count, **columns):
+    lines = (TINY / name).read_text().splitlines(keepends=True)[:count]
+    (Path(FEW.name) / name).write_text("".join(lines))
+    return [{"path": f"{FEW.name}/{name}", "type": "jsonl", **columns}]
+
+
+PAIRS = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
+TRAIN_PAIRS = {"TRAIN_DATASETS": few("pairs.jsonl", 40, **PAIRS), "MAX_STEPS": 2}
+TEST_PAIRS = few("pairs_test.jsonl", 6, **PAIRS)
+SOLUTIONS = {"input": "problem", "output": "solution"}
 SMALL = {  # a run of seconds; rce.py has the constants in its second part only
     "all": {
         "BATCH_SIZE": 4,
         "GRADIENT_ACCUMULATION_STEPS": 1,
-        "GROUP_SIZE": 4,
-        "MAX_NEW_TOKENS": 32,
-        "MAX_EVAL_PROMPTS": 6,
-        "EVAL_SAMPLES": 2,
         "EVAL_EVERY_N_STEPS": 2,
         "SAVE_EVERY_N_STEPS": 2,
         "RESUME": "no",
     },
+    "samplers": {"GROUP_SIZE": 4, "MAX_NEW_TOKENS": 32, "MAX_EVAL_PROMPTS": 6, "EVAL_SAMPLES": 2},
     "ppo/ppo.py": {"MAX_STEPS": 2},
     "grpo/grpo.py": {"MAX_STEPS": 2},
     "rce/rce.py": {"MINE_PROMPTS": 12, "ROUNDS": 1, "NUM_EPOCHS": 1, "SAMPLE_TEMPERATURES": [1.0]},
+    "ppo/sft.py": {
+        "TRAIN_DATASETS": few("demonstrations.jsonl", 40, **SOLUTIONS),
+        "EVAL_DATASETS": few("test.jsonl", 6, **SOLUTIONS),
+        "ACCURACY_FUNCTION": None,
+        "MAX_STEPS": 2,
+    },
+    "ppo/reward_model.py": {**TRAIN_PAIRS, "EVAL_DATASETS": TEST_PAIRS},
+    "rce/dpo.py": {
+        **TRAIN_PAIRS,
+        "EVAL_DATASETS": [{**TEST_PAIRS[0], "output": "solution"}],
+        "ACCURACY_FUNCTION": None,
+    },
 }
 
 
 def small(path, **constants):
-    return {**SMALL["all"], **SMALL[path], **constants}
+    of_samplers = SMALL["samplers"] if path in SAMPLERS else {}
+    return {**SMALL["all"], **of_samplers, **SMALL[path], **constants}
 
 
 def load(path, **constants):
@@ -66,6 +96,63 @@ def make(tmp_path):
         return trainer
 
     return make_trainer
+
+
+CHATML = (  # its tools and tool calls are shown
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+START, END = "<|im_start|>", "<|im_end|>"
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def bot(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+@pytest.fixture
+def chat_policy(tmp_path):
+    """chat_policy(template, ...) returns the folder of a small random policy whose tokenizer has a token for
+    each byte, `special` tokens and this chat template, or these by their names."""
+
+    def write(template=CHATML, special=()):
+        import tokenizers
+        import transformers
+
+        tokens = [END, START, *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
+        vocab = {token: number for number, token in enumerate(tokens)}
+        core = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+        core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        core.decoder = tokenizers.decoders.ByteLevel()
+        core.add_special_tokens([END, START, *special])
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, pad_token=END)
+        tokenizer.chat_template = template
+        size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        size |= {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": 0}
+        config = transformers.LlamaConfig(**size)
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "chat_policy")
+        tokenizer.save_pretrained(tmp_path / "chat_policy")
+        return str(tmp_path / "chat_policy")
+
+    return write
+
+
+def write_rows(path, *records):
+    """Writes a .jsonl file. Returns its path as a text."""
+    Path(path).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def spec_of(path, file_type="jsonl", **columns):
+    """Returns a list of data sets, of which there is one."""
+    return [{"path": str(path), "type": file_type, **columns}]
 
 
 def read(path):

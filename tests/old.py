@@ -1,5 +1,5 @@
-"""What the tests of the six trainers that are not yet rewritten share: ppo/sft.py, ppo/reward_model.py,
-rce/dpo.py, ppo/ppo_rag.py, grpo/grpo_rec.py, rce/rce_icl.py. It leaves with the last of them."""
+"""What the tests of the three trainers that are not yet rewritten share: ppo/ppo_rag.py, grpo/grpo_rec.py,
+rce/rce_icl.py. It leaves with the last of them."""
 
 import importlib.util
 import itertools
@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +18,7 @@ from program import Program, draw_nothing, save_nothing
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "data/tiny"
-TRAINERS = ["ppo/sft.py", "ppo/reward_model.py", "rce/dpo.py"]
-TRAINERS += ["ppo/ppo_rag.py", "grpo/grpo_rec.py", "rce/rce_icl.py"]
+TRAINERS = ["ppo/ppo_rag.py", "grpo/grpo_rec.py", "rce/rce_icl.py"]
 # Two ways through a model in float32 (packed or row by row, padded or not, another processor) add the same
 # hundreds of products in another order: 2**-23 of logits of some tens, over the layers, is some 1e-5 nats.
 # A bug is 1e-2 or more.
@@ -59,8 +57,8 @@ def drawing(monkeypatch):
 
 @pytest.fixture
 def started(monkeypatch, capsys):
-    """started("ppo/sft.py", "KEY=value", ...): a trainer's exit code and what it says, without the seconds
-    that a process takes to begin."""
+    """started("ppo/ppo_rag.py", "KEY=value", ...): a trainer's exit code and what it says, without the
+    seconds that a process takes to begin."""
 
     def run(path, *words):
         script = load_script(path)
@@ -94,18 +92,6 @@ class Processes:
 
     def wait(self):
         return [program.wait() for program in self.programs]
-
-
-def start_and_stop(number, metrics, step, *command):
-    """Runs a program and sends it a signal as soon as a step stands in its metrics; its exit code."""
-    process = Program(*command, cwd=ROOT)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        if metrics.exists() and f'"phase": "train", "step": {step},' in metrics.read_text():
-            process.send_signal(number)
-            break
-        time.sleep(0.002)
-    return process.wait().returncode
 
 
 def share_prompts(module, model, decoding=None, scoring=None):

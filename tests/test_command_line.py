@@ -4,10 +4,10 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, TRAINERS, load, small
+from conftest import ROOT, SAMPLERS, TRAINERS, load, small
 from program import Program
 
-PATHS = list(TRAINERS)
+PATHS = list(SAMPLERS)
 
 
 def run(path, *words, **environment):
@@ -71,12 +71,16 @@ def test_a_wrong_argument_is_named(grpo, word, message):
         ("ppo/ppo.py", {"KL_TARGET": 0.1, "KL_COEF": 0.0}),
         ("ppo/ppo.py", {"LAM": 1.5}),
         ("ppo/ppo.py", {"DUAL_CLIP": 1.0}),
-        *((path, {"DTYPE": "float16"}) for path in PATHS),
-        *((path, {"TEMPERATURE": 0.0}) for path in PATHS),
-        *((path, {"MAX_GRAD_NORM": 0.0}) for path in PATHS[:2]),
-        *((path, {"LR_SCHEDULER_TYPE": "constant"}) for path in PATHS),
-        *((path, {"PROMPT_TEMPLATE": "Question:"}) for path in PATHS),
+        *((path, {"DTYPE": "float16"}) for path in TRAINERS),
+        *((path, {"TEMPERATURE": 0.0}) for path in [*PATHS, "ppo/sft.py", "rce/dpo.py"]),
+        *((path, {"MAX_GRAD_NORM": 0.0}) for path in TRAINERS if path != "rce/rce.py"),
+        *((path, {"LR_SCHEDULER_TYPE": "constant"}) for path in TRAINERS),
+        *((path, {"PROMPT_TEMPLATE": "Question:"}) for path in TRAINERS),
         *((path, {"REWARD_FUNCTIONS": [], "REWARD_MODEL": None}) for path in PATHS[:2]),
+        ("rce/dpo.py", {"LOSS_TYPE": "kto"}),
+        ("rce/dpo.py", {"BETA": 0.0}),
+        *(("rce/dpo.py", {"LABEL_SMOOTHING": x}) for x in (0.5, -0.1)),
+        ("rce/dpo.py", {"LABEL_SMOOTHING": 0.1, "LOSS_TYPE": "ipo"}),
         ("rce/rce.py", {"REWARD_MODE": "hard"}),
         ("rce/rce.py", {"ANSWER_FORM": "####"}),
         ("grpo/grpo.py", {"REFERENCE_MODEL": "data/tiny/policy"}),
@@ -89,7 +93,7 @@ def test_a_constant_that_would_be_silently_wrong_is_refused(path, constants):
         module.check_constants()
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", TRAINERS)
 def test_the_shipped_constants_are_allowed(path):
     load(path).check_constants()
 
@@ -131,7 +135,7 @@ def test_two_runs_do_not_write_into_one_folder(make, tmp_path):
     assert done.returncode == 2 and f"{tmp_path}/run.lock" in done.stderr
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", TRAINERS)
 def test_help_prints_the_docstring_and_the_constants(path):
     done = subprocess.run([sys.executable, ROOT / path, "-h"], capture_output=True, text=True)
     assert done.returncode == 0 and "To change" in done.stdout and "SEED = 1" in done.stdout

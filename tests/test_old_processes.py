@@ -1,4 +1,4 @@
-"""Several processes: the trainers that are not yet rewritten. (Those of preferences: test_preferences.py.)"""
+"""Several processes: the trainers that are not yet rewritten."""
 
 import pytest
 from old import ROOT, Processes, assert_same_state, untimed

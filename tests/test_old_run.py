@@ -1,14 +1,12 @@
-"""What a user meets in each of the six trainers that are not yet rewritten: the first line, an error, a
-signal."""
+"""What a user meets in each of the three trainers that are not yet rewritten: the first line, an error."""
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from old import ROOT, TRAINERS, read, start_and_stop
+from old import ROOT, TRAINERS
 
 
 @pytest.mark.parametrize("path", TRAINERS)
@@ -25,20 +23,3 @@ def test_a_wrong_word_is_one_sentence_and_exit_code_2(path, started, tmp_path):
     done = started(path, f"OUTPUT_DIR={tmp_path}/run", "BATCHSIZE=1")
     assert done.returncode == 2 and "BATCH_SIZE" in done.stderr
     assert done.stderr.startswith(f"\n{Path(path).name}: ") and len(done.stderr.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "path, number, code",
-    [
-        ("ppo/sft.py", signal.SIGTERM, 143),
-        ("ppo/reward_model.py", signal.SIGINT, 130),
-        ("rce/dpo.py", signal.SIGTERM, 143),
-    ],
-)
-def test_a_signal_finishes_the_step_saves_and_leaves(path, number, code, tmp_path):
-    folder = tmp_path / "run"
-    words = ["BATCH_SIZE=2", "MAX_STEPS=200", "EVAL_DATASETS=[]", f"OUTPUT_DIR={folder}"]
-    metrics = folder / "logs/metrics.jsonl"
-    assert start_and_stop(number, metrics, 1, ROOT / path, *words) == code
-    (saved,) = folder.glob("step_*")
-    assert int(saved.name[5:]) == read(metrics)[-1]["step"] < 200

@@ -13,6 +13,9 @@ OPTIONS = {
     "ppo/ppo.py": {"BATCH_SIZE": 5, "MINI_BATCHES": 2, "MICRO_BATCH_ROWS": 3},  # shares of 2 and 3 prompts
     "grpo/grpo.py": {"BATCH_SIZE": 5, "KL_COEF": 0.1, "RESAMPLE_FLAT_GROUPS": 1, "MICRO_BATCH_ROWS": 3},
     "rce/rce.py": {"BATCH_SIZE": 5, "MICRO_BATCH_ROWS": 3},
+    "ppo/sft.py": {"BATCH_SIZE": 3, "GRADIENT_ACCUMULATION_STEPS": 3, "ACCURACY_FUNCTION": "exact_answer"},
+    "ppo/reward_model.py": {"BATCH_SIZE": 3, "GRADIENT_ACCUMULATION_STEPS": 3},
+    "rce/dpo.py": {"BATCH_SIZE": 3, "GRADIENT_ACCUMULATION_STEPS": 3, "ACCURACY_FUNCTION": "exact_answer"},
 }
 
 
@@ -35,7 +38,8 @@ def run(path, folder, processes, **options):
 
 
 def weights(folder):
-    return safetensors.torch.load_file(sorted(folder.glob("step_*"))[-1] / "policy/model.safetensors")
+    (file,) = sorted(folder.glob("step_*"))[-1].glob("[pr]*/model.safetensors")  # not the critic's
+    return safetensors.torch.load_file(file)
 
 
 @pytest.mark.parametrize("path", OPTIONS)

@@ -29,6 +29,11 @@ RUNS = {
         "two rounds": {"ROUNDS": 2, "NUM_EPOCHS": 2, "TAU_END": 0.5, "SAVE_EVERY_N_STEPS": 1},
         "lora": {"LORA_RANK": 4, "ROUNDS": 2, "VERIFY_TOP": 2},
     },
+    "ppo/sft.py": {
+        "two epochs, sampled answers": {"MAX_STEPS": 15, "ACCURACY_FUNCTION": "last_number"},
+    },
+    "ppo/reward_model.py": {"lora and a new head": {"LORA_RANK": 4, "MAX_STEPS": 10}},
+    "rce/dpo.py": {"a reference that is read again": {"LEARNING_RATE": 1e-3, "MAX_STEPS": 10}},
 }
 CASES = [(path, name) for path in RUNS for name in RUNS[path]]
 
@@ -48,7 +53,7 @@ def assert_equal_runs(one, two):
     assert without_clock(one / "logs/metrics.jsonl") == without_clock(two / "logs/metrics.jsonl")
     patterns = (
         "logs/samples.jsonl",
-        "best/policy/*.safetensors",
+        "best/*/*.safetensors",
         "step_*/*/*.safetensors",
         "candidates*.parquet",
     )

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TRAINERS, load, read, small
+from conftest import ROOT, SAMPLERS, TRAINERS, load, read, small
 from program import Program
 
-PATHS = list(TRAINERS)
+PATHS = list(SAMPLERS)
 
 
 def files(folder):
@@ -166,11 +166,13 @@ def test_the_best_policy_of_a_lora_run_loads_without_peft(make, tmp_path, path, 
 # ---------------------------------------------------------------- its end
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", TRAINERS)
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_a_run_after_its_step_and_saves(tmp_path, path, number, code):
     words = small(path, OUTPUT_DIR=tmp_path / "run", SAVE_EVERY_N_STEPS=0, EVAL_EVERY_N_STEPS=0)
-    words |= {"NUM_EPOCHS": 1000} if path == "rce/rce.py" else {"MAX_STEPS": 1000}
+    words["NUM_EPOCHS"] = 1000
+    if path != "rce/rce.py":
+        words["MAX_STEPS"] = 1000
     program = Program(ROOT / path, *(f"{k}={v}" for k, v in words.items()), cwd=ROOT)
     metrics = tmp_path / "run/logs/metrics.jsonl"
     while program.poll() is None and not (metrics.exists() and '"train"' in metrics.read_text()):

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from old import ROOT, TRAINERS, load_script, read
 from matplotlib.colors import to_hex
@@ -315,6 +317,25 @@ def test_a_picture_is_written(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "x.png\n", done.stderr
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---------------------------------------------------------------- pairs.py
+
+
+def test_the_best_and_the_worst_candidate_of_a_prompt_are_a_pair(tmp_path, capsys):
+    """Right before wrong, then by the grade; not what failed, was not verified or is all alike."""
+    groups = {"a": [(0, 0.2), (1, 0.4), (1, 0.9), (0, 0.1), (None, None)], "b": [(1, 0.5), (1, 0.5)]}
+    rows = []
+    for name, facts in {**groups, "c": [(0, 0.3)]}.items():
+        for i, (hard, soft) in enumerate(facts):
+            record = {"prompt_id": name, "prompt": f"{name}?", "text": f"{name}{i}", "eval_failed": False}
+            rows.append({**record, "hard": hard, "soft": soft})
+    rows.append({**rows[0], "text": "failed", "hard": 0, "soft": -1.0, "eval_failed": True})
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
+    load_script("tools/pairs.py").main([str(tmp_path / "c.parquet"), str(tmp_path / "pairs.jsonl")])
+    (pair,) = read(tmp_path / "pairs.jsonl")
+    assert pair == {"prompt": "a?", "chosen": "a2", "rejected": "a3", "margin": pytest.approx(1.8)}
+    assert capsys.readouterr().out.startswith("1 pairs of 3 prompts")
 
 
 # ---------------------------------------------------------------- bench/real.py

@@ -6,7 +6,8 @@
 
 Each trainer is one file, so the trainers repeat each other's functions. Functions, classes and methods of one
 name have the same text in all of them, with the comments directly above. A comment `# differs: why` there
-allows a difference. The names in OWN belong to one algorithm and are not compared.
+allows a difference; those with the same reason are compared with each other. The names in OWN belong to one
+algorithm and are not compared.
 """
 
 import ast
@@ -15,10 +16,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TRAINERS = ("ppo/ppo.py", "grpo/grpo.py", "rce/rce.py")
+TRAINERS = (
+    *("ppo/ppo.py", "grpo/grpo.py", "rce/rce.py"),
+    *("ppo/sft.py", "ppo/reward_model.py", "rce/dpo.py"),
+)
 OWN = set(
     "__init__ load_models train respond score score_responses compute_advantages update optimizer_step "
-    "record policy_loss check_constants train_main".split()
+    "record policy_loss check_constants train_main make_row pair_losses".split()
 )
 
 
@@ -45,18 +49,19 @@ def definitions(text):
     return {name: value for name, value in found.items() if name.split(".")[-1] not in OWN or "Run." in name}
 
 
-def is_marked(text):
-    return text.lstrip().startswith("# differs:")
+def mark(text):
+    """Returns the line `# differs: why` of a definition, or nothing."""
+    first = text.lstrip().splitlines()[0]
+    return first if first.startswith("# differs:") else ""
 
 
 def compare(texts):
-    """Returns a message for each definition that differs from the first trainer's that has it."""
+    """Returns a message for each definition that differs from the first trainer's that has it, or has it with
+    the same mark."""
     messages, first = [], {}
     for file, text in texts.items():
         for name, (_, _, new) in definitions(text).items():
-            if is_marked(new):
-                continue
-            other, wanted = first.setdefault(name, (file, new))
+            other, wanted = first.setdefault((name, mark(new)), (file, new))
             if new != wanted:
                 lines = difflib.unified_diff(wanted.splitlines(), new.splitlines(), other, file, lineterm="")
                 messages.append(f"{name} differs:\n" + "\n".join(lines))
@@ -71,7 +76,7 @@ def copy(texts, source, name):
         first, end, old = definitions(text).get(name, (0, 0, new))
         if old == new:
             continue
-        if is_marked(old) or is_marked(new):
+        if mark(old) != mark(new):
             print(f"{file}: {name} is marked `# differs`: left as it is")
             continue
         lines = text.splitlines(keepends=True)

@@ -1,0 +1,403 @@
+"""Fine-tuning: the loss and its gradient against transformers' own, what of a chat is trained, how data is
+read, and what is sampled. Of answer_logprobs(), encode_answer() and respond() dpo.py has the same text."""
+
+import json
+import shutil
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import transformers
+from conftest import CHATML, END, START, TINY, bot, load, read, spec_of, user, write_rows
+
+SFT, CHAT = "ppo/sft.py", {"messages": "messages"}
+
+
+@pytest.fixture
+def make_rows(make, chat_policy, tmp_path):
+    """make_rows(record, ...) returns the rows of these records, read with the policy of chat_policy(template)
+    and shown as texts whose trained parts stand in brackets."""
+
+    def rows_of(*records, template=CHATML, policy=None, columns=None, **constants):
+        write_rows(tmp_path / "rows.jsonl", *records)
+        data = spec_of(tmp_path / "rows.jsonl", **(columns or CHAT))
+        policy = policy or chat_policy(template)
+        trainer = make(SFT, ACTOR_MODEL=policy, TRAIN_DATASETS=data, EVAL_DATASETS=[], **constants)
+        return [show(trainer.tokenizer, row) for row in trainer.train_rows]
+
+    return rows_of
+
+
+def show(tokenizer, row):
+    text, before = "", 0
+    for token, is_trained in zip(row["ids"], row["mask"]):
+        text += {1: "[", 0: "", -1: "]"}[is_trained - before] + tokenizer.decode([token])
+        before = is_trained
+    return text + "]" * before
+
+
+# ---------------------------------------------------------------- the loss
+
+
+@pytest.mark.parametrize("size", [1, 4, 6])
+def test_a_step_is_that_of_transformers_own_loss(make, size):
+    trainer = make(SFT, BATCH_SIZE=size, LOGITS_AT_ONCE=7, MAX_GRAD_NORM=1e9, USE_LR_SCHEDULER=False)
+    rows = trainer.train_rows[:6]
+    model = transformers.AutoModelForCausalLM.from_pretrained(TINY / "policy")
+    ids = torch.zeros(6, max(len(row["ids"]) for row in rows), dtype=torch.long)
+    labels = torch.full_like(ids, -100)
+    for i, row in enumerate(rows):
+        texts = row["prompt"] + "\n", row["answer"]
+        prompt, answer = (trainer.tokenizer(text)["input_ids"] for text in texts)
+        whole = torch.tensor([*prompt, *answer, trainer.tokenizer.eos_token_id])
+        ids[i, : len(whole)] = whole
+        labels[i, len(prompt) : len(whole)] = whole[len(prompt) :]
+    output = model(ids, attention_mask=(ids > 0).long(), labels=labels)
+    output.loss.backward()
+    is_trained = labels[:, 1:] != -100
+    is_right = output.logits[:, :-1].argmax(-1) == labels[:, 1:]
+    trainer.optimizers["policy"].zero_grad = lambda: None
+    trainer.state.step = 4  # of five to warm up
+    metrics = trainer.update(rows)
+    assert metrics["loss"] == pytest.approx(output.loss.item(), abs=1e-5)
+    assert metrics["token_accuracy"] == pytest.approx(is_right[is_trained].float().mean().item(), abs=1e-6)
+    assert metrics["trained_tokens"] == is_trained.sum() and metrics["learning_rate"] == pytest.approx(4e-4)
+    for (name, one), two in zip(model.named_parameters(), trainer.actor.parameters()):
+        assert torch.allclose(one.grad, two.grad, atol=1e-6, rtol=1e-3), name
+
+
+def test_the_learning_rate_rises_and_then_follows_its_schedule():
+    sft = load(SFT, WARMUP_STEPS=4)
+    assert [sft.learning_rate_scale(done, 12) for done in (0, 1, 3)] == [0.25, 0.5, 1.0]
+    shapes = {"linear": [1.0, 0.75, 0.5, 0.25], "cosine": [1.0, 0.853553, 0.5, 0.146447]}
+    for name, wanted in shapes.items():
+        sft.LR_SCHEDULER_TYPE = name
+        found = [sft.learning_rate_scale(done, 12) for done in (4, 6, 8, 10)]
+        assert found == pytest.approx(wanted, abs=1e-6)
+    sft.USE_LR_SCHEDULER = False
+    assert [sft.learning_rate_scale(done, 12) for done in (1, 4, 11)] == [0.5, 1.0, 1.0]
+
+
+SHAPE = {"vocab_size": 82, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+SHAPE |= {"bos_token_id": 1, "eos_token_id": 2}
+GPT2 = {"vocab_size": 82, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+FAMILIES = {
+    "capped logits": transformers.Gemma2Config(**SHAPE, final_logit_softcapping=5.0, sliding_window=4),
+    "scaled logits": transformers.CohereConfig(**SHAPE, logit_scale=0.25),
+    "another layout": transformers.GPT2Config(**GPT2),
+    "experts": transformers.MixtralConfig(**SHAPE, num_local_experts=4),
+}
+
+
+def family(name):
+    """Returns a random model whose weights are large enough to tell tokens apart."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[name]).eval()
+    for key, parameter in model.named_parameters():
+        if parameter.dim() == 2 and "norm" not in key:
+            parameter.data.mul_(4)
+    return model
+
+
+ROWS = [{"ids": [5, 6, 7, 8, 9, 10, 11, 2], "mask": [0, 0, 0, 1, 1, 0, 1, 1]}]
+ROWS += [{"ids": [12, 13, 14, 2], "mask": [0, 1, 1, 1]}, {"ids": [15, 2], "mask": [0, 1]}]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logprobs_are_those_of_a_plain_forward_pass_and_so_is_the_gradient(name):
+    sft = load(SFT, LOGITS_AT_ONCE=3)
+    model, wanted, is_likeliest = family(name), [], []
+    for row in ROWS:
+        logits = model(torch.tensor([row["ids"]])).logits[0]
+        for t, is_trained in enumerate(row["mask"]):
+            if is_trained:
+                wanted.append(logits[t - 1].log_softmax(-1)[row["ids"][t]])
+                is_likeliest.append(float(logits[t - 1].argmax() == row["ids"][t]))
+    weights = torch.linspace(0.5, 1.5, len(wanted))
+    gradients = torch.autograd.grad((torch.stack(wanted) * weights).sum(), list(model.parameters()))
+    logprobs, likeliest = sft.answer_logprobs(model, ROWS)
+    assert torch.allclose(logprobs, torch.stack(wanted), atol=1e-4) and likeliest.tolist() == is_likeliest
+    (logprobs * weights).sum().backward()
+    for one, parameter in zip(gradients, model.parameters()):
+        assert torch.allclose(one, parameter.grad, atol=1e-4 * (1 + one.abs().max().item()))
+    with torch.no_grad():
+        assert torch.equal(sft.answer_logprobs(model, ROWS)[0], logprobs)
+
+
+def test_logits_are_held_for_a_few_tokens_and_computed_again():
+    sft = load(SFT, LOGITS_AT_ONCE=3)
+    model, sizes = family("capped logits"), []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: sizes.append(output.shape[1]))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+        logprobs, _ = sft.answer_logprobs(model, ROWS)
+    assert sizes == [3, 3, 2] and not any(shape[-1:] == (82,) for shape in kept)
+    logprobs.sum().backward()
+    assert sorted(sizes) == [2, 2, 3, 3, 3, 3]
+
+
+def test_gradient_checkpointing_gives_the_same_gradient_without_dropout():
+    gradients, calls = [], []
+    for checkpointing in (False, True):
+        sft = load(SFT, GRADIENT_CHECKPOINTING=checkpointing)
+        model = family("another layout")
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.5
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        count = []
+        model.transformer.h[0].mlp.register_forward_pre_hook(lambda *_: count.append(1))
+        sft.answer_logprobs(model, ROWS)[0].sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        calls.append(len(count))
+        assert not any(module.training for module in model.modules())
+    assert calls == [1, 2] and all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*gradients))
+
+
+# ---------------------------------------------------------------- what of a chat is trained
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+CALLS, RESULT = {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "3"}
+SHOWN = '<call>{"name": "add", "arguments": {"a": 1, "b": 2}}</call>'
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+HI, ASK = f"{START}user\nHi{END}\n", f"{START}assistant\n"
+GOOD = {"messages": [user("Hi"), bot("Yes?")]}
+TWO_TURNS = {"messages": [*GOOD["messages"], user("Bye"), bot("So long")]}
+CHATS = {
+    "every turn up to its end": (
+        TWO_TURNS["messages"],
+        f"{HI}{ASK}[Yes?{END}]\n{START}user\nBye{END}\n{ASK}[So long{END}]",
+    ),
+    "calls of tools, not their results": (
+        [user("Hi"), CALLS, RESULT, bot("It is 3")],
+        f"{HI}{ASK}[{SHOWN}{END}]\n{START}tool\n3{END}\n{ASK}[It is 3{END}]",
+    ),
+    "a call beside words": ([user("Hi"), bot("Wait", tool_calls=[CALL])], f"{HI}{ASK}[Wait{SHOWN}{END}]"),
+    "not the first message": (
+        [bot("Welcome"), user("Hi"), bot("Yes?")],
+        f"{ASK}Welcome{END}\n{HI}{ASK}[Yes?{END}]",
+    ),
+    "not an empty turn, and nothing after the last": (
+        [user("Hi"), bot("Yes?"), user("Bye"), bot(" "), user("Hi")],
+        f"{HI}{ASK}[Yes?{END}]",
+    ),
+    "up to the first end of an answer": ([user("Hi"), bot(f"Yes{END}No")], f"{HI}{ASK}[Yes{END}]"),
+}
+
+
+@pytest.mark.parametrize("case", CHATS)
+def test_of_a_chat_is_trained(make_rows, case):
+    messages, wanted = CHATS[case]
+    assert make_rows({"messages": messages}) == [wanted]
+
+
+def test_the_answer_to_a_prompt_may_be_messages(make_rows):
+    columns = {"input": "question", "output": "answer"}
+    turns = [{**CALLS, "content": None}, RESULT, bot("3")]
+    records = [{"question": "1+2?", "answer": turns}, {"question": [user("1+2?")], "answer": turns}]
+    shown = f"{START}user\n%s{END}\n{ASK}[{SHOWN}{END}]\n{START}tool\n3{END}\n{ASK}[3{END}]"
+    rows = make_rows(*records, columns=columns, PROMPT_TEMPLATE="Sum: {input}")
+    assert rows == [shown % "Sum: 1+2?", shown % "1+2?"]
+    of_system = [{"role": "system", "content": "A"}]
+    records = [{"question": "1+2?", "answer": 3}, {"question": of_system, "answer": "3"}]
+    system = f"{START}system\n%s{END}\n"
+    assert make_rows(*records, columns=columns, SYSTEM_PROMPT="Be brief") == [
+        system % "Be brief" + f"{START}user\n1+2?{END}\n{ASK}[3{END}]",
+        system % "A" + f"{ASK}[3{END}]",
+    ]
+
+
+def test_tools_reach_the_template_as_a_list_or_as_json(make_rows):
+    records = [{**GOOD, "tools": tools} for tools in ([TOOL], json.dumps([TOOL]), None)]
+    listed, as_json, without = make_rows(*records, columns={**CHAT, "tools": "tools"})
+    assert listed == as_json == f"{START}tools\n{json.dumps([TOOL])}{END}\n" + without
+    assert without == f"{HI}{ASK}[Yes?{END}]"
+
+
+def test_nulls_that_parquet_fills_in_are_not_in_a_call(make, chat_policy, tmp_path):
+    other = {"type": "function", "function": {"name": "square", "arguments": {"x": 3}}}
+    rows = [{"messages": [user("Hi"), {**CALLS, "tool_calls": [call]}]} for call in (CALL, other)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows")
+    data = spec_of(tmp_path / "rows", "parquet", **CHAT)
+    trainer = make(SFT, ACTOR_MODEL=chat_policy(), TRAIN_DATASETS=data, EVAL_DATASETS=[])
+    rows = [show(trainer.tokenizer, row) for row in trainer.train_rows]
+    assert rows[0] == f"{HI}{ASK}[{SHOWN}{END}]" and rows[1].count("null") == rows[1].count('"a"') == 0
+
+
+def test_a_tokenizer_may_have_named_templates(make_rows, chat_policy):
+    counted = "{{ tools | length }}!" + CHATML.partition("{% endif %}")[2]
+    policy = chat_policy({"default": CHATML, "tool_use": counted})
+    records = [{**GOOD, "tools": tools} for tools in ([TOOL], None)]
+    with_tools, without = make_rows(*records, policy=policy, columns={**CHAT, "tools": "tools"})
+    assert with_tools.endswith("!" + without) and without == f"{HI}{ASK}[Yes?{END}]"
+
+
+def test_another_end_of_turn_than_eos_is_trained_and_saved(make, chat_policy, tmp_path):
+    policy = chat_policy(special=["<|endoftext|>"])
+    config = tmp_path / "chat_policy/tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token": "<|endoftext|>"}))
+    data = spec_of(write_rows(tmp_path / "rows.jsonl", GOOD), **CHAT)
+    trainer = make(SFT, ACTOR_MODEL=policy, TRAIN_DATASETS=data, EVAL_DATASETS=[], MAX_STEPS=1)
+    eos = trainer.tokenizer.eos_token_id
+    assert trainer.end_ids == [0, eos] and eos > 2
+    assert show(trainer.tokenizer, trainer.train_rows[0]).endswith(f"[Yes?{END}]")
+    trainer.train()
+    saved = json.loads((tmp_path / "run/best/policy/generation_config.json").read_text())
+    assert saved["eos_token_id"] == [0, eos]
+
+
+# ---------------------------------------------------------------- what is refused or left out
+
+WITH_CALL = {"messages": [user("Hi"), bot("Wait", tool_calls=[CALL]), user("Bye"), bot("So long")]}
+NO_CALLS = CHATML.replace("m.tool_calls or []", "[]")
+NO_HISTORY = CHATML.replace("m.content or ''", "m.content if loop.last or m.role != 'assistant' else 'cut'")
+NO_END = CHATML.replace(END, "")
+REFUSED = {
+    "a template that hides tool calls": (WITH_CALL, {"template": NO_CALLS}, "rows.jsonl:2.*no tool calls"),
+    "a template that writes earlier turns otherwise": (
+        TWO_TURNS,
+        {"template": NO_HISTORY},
+        "rows.jsonl:2.*give each turn a row: input, output",
+    ),
+    "a template that ends no turn": (GOOD, {"template": NO_END}, "rows.jsonl:1.*nothing ends"),
+    "no template": (GOOD, {"template": None}, "rows.jsonl:1.*need a tokenizer with a chat template"),
+    "half an emoji": ({"messages": [user("Hi \ud83d"), bot("Yes")]}, {}, "rows.jsonl:2"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_row_is_refused_in_one_line_that_names_it(make_rows, case):
+    record, options, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message) as error:
+        make_rows(GOOD, record, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_prompt_that_the_tokenizer_joins_with_its_answer_is_refused(make_rows, tmp_path):
+    shutil.copytree(TINY / "policy", tmp_path / "policy")
+    (tmp_path / "policy/chat_template.jinja").unlink()
+    options = {"columns": {"input": "q", "output": "a"}, "policy": str(tmp_path / "policy")}
+    record = {"q": "How man", "a": "y apples"}
+    with pytest.raises(ValueError, match="rows.jsonl:1.*end PROMPT_TEMPLATE with a line break"):
+        make_rows(record, **options)
+    (row,) = make_rows(record, **options, PROMPT_TEMPLATE="{input}\n")
+    assert row.endswith("\n[<unk> apples<eos>]")
+
+
+def test_rows_that_cannot_be_trained_are_left_out_and_counted(make_rows, capsys):
+    long = {"messages": [user("Hi"), bot("x" * 100)]}
+    empty = [{"messages": [user("Hi"), bot(x)]} for x in ("", None, " \n")] + [{"messages": [bot("Yes")]}]
+    cut = {"messages": [user("Hi"), bot("Yes"), user("x" * 100)]}
+    assert len(make_rows(long, GOOD, *empty, cut, MAX_TOKENS=60)) == 2
+    shown = capsys.readouterr().out
+    assert "left out 1 of 7 rows, longer than MAX_TOKENS; the first is 1/rows.jsonl:1" in shown
+    assert "left out 4 of 7 rows, without an answer; the first is 1/rows.jsonl:3" in shown
+    length = len(f"user\nHi\nassistant\n{'x' * 100}") + 4  # four special tokens
+    assert len(make_rows(long, MAX_TOKENS=length)) == 1
+    with pytest.raises(ValueError, match="no row of .* can be trained"):
+        make_rows(long, MAX_TOKENS=length - 1)
+
+
+# ---------------------------------------------------------------- evaluation
+
+FILTERS = {"top_k": 2, "top_p": 0.1, "temperature": 0.01, "repetition_penalty": 5.0, "do_sample": True}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_samples_ignore_the_models_own_filters_which_are_kept(make, tmp_path, rank):
+    shutil.copytree(TINY / "policy", tmp_path / "policy")
+    config = tmp_path / "policy/generation_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **FILTERS}))
+    texts = []
+    for policy in (TINY / "policy", tmp_path / "policy"):
+        trainer = make(SFT, ACTOR_MODEL=str(policy), LORA_RANK=rank, MAX_NEW_TOKENS=20)
+        prompts = [row["prompt_ids"] for row in trainer.eval_rows]
+        texts.append([trainer.respond(prompts, greedy) for greedy in (True, False, True, False)])
+    assert texts[0] == texts[1] and texts[0][0] != texts[0][1] and texts[0][:2] == texts[0][2:]
+    trainer.save_best()
+    saved = json.loads((tmp_path / "run/best/policy/generation_config.json").read_text())
+    assert {name: saved[name] for name in FILTERS} == FILTERS
+
+
+def test_responses_are_of_the_policy_at_its_temperature(make):
+    trainer = make(SFT, MAX_NEW_TOKENS=1, TEMPERATURE=1e6)
+    prompts = [trainer.eval_rows[0]["prompt_ids"]] * 600
+    assert len(set(trainer.respond(prompts, greedy=False))) > 60  # all 82 tokens are alike
+    trainer.module.TEMPERATURE, trainer.module.MAX_NEW_TOKENS = 1e-4, 24
+    rows = trainer.eval_rows
+    prompts = [row["prompt_ids"] for row in rows]
+    greedy = trainer.respond(prompts, greedy=True)
+    assert trainer.respond(prompts, greedy=False) == greedy
+    trainer.module.EVAL_BATCH_SIZE = 4
+    assert trainer.respond(prompts, greedy=True) == greedy
+    assert trainer.generate_response(rows[0]["prompt"]) == greedy[0] and "<eos>" not in greedy[0]
+    for row, text in zip(rows, greedy):
+        assert row["prompt_ids"] == trainer.tokenizer(row["prompt"] + "\n")["input_ids"]
+        ids = trainer.actor.generate(torch.tensor([row["prompt_ids"]]), do_sample=False, max_new_tokens=24)
+        assert trainer.tokenizer.decode(ids[0, len(row["prompt_ids"]) :]).removesuffix("<eos>") == text
+
+
+def say(trainer, *texts):
+    """Makes the policy answer these texts, one after the other."""
+    answers = iter(texts)
+
+    def generate(ids, **options):
+        new = [trainer.tokenizer(next(answers) + END)["input_ids"] for _ in ids]
+        width = max(map(len, new))
+        rows = [row + [0] * (width - len(row)) for row in new]
+        return torch.cat([ids, torch.tensor(rows)], 1)
+
+    trainer.actor.generate = generate
+
+
+@pytest.mark.parametrize("tags", [[], ["<answer>", "</answer>"]])
+def test_gold_answers_with_tags_are_compared_as_the_reward_does(make, chat_policy, tmp_path, tags):
+    """Also where the tags are special tokens: they are kept in the text."""
+    golds = ["<answer>7</answer>", "<answer>8</answer>"]
+    rows = [{"question": "4+3?", "answer": golds[0]}, {"question": "4+4?", "answer": golds[1]}]
+    data = spec_of(write_rows(tmp_path / "rows.jsonl", *rows), input="question", output="answer")
+    options = {"ACTOR_MODEL": chat_policy(special=tags), "TRAIN_DATASETS": data, "EVAL_DATASETS": data}
+    trainer = make(SFT, **options, ACCURACY_FUNCTION="tagged_answer")
+    say(trainer, *golds, golds[1], golds[1])
+    metrics = trainer.evaluate()
+    assert (metrics["accuracy_greedy"], metrics["accuracy_sampled"]) == (1.0, 0.5)
+
+
+def test_the_gold_answer_of_a_chat_is_its_last_trained_turn(make, chat_policy, tmp_path):
+    chats = [[*TWO_TURNS["messages"], user("Hm")], [user("Hi"), bot("So long")]]
+    data = spec_of(write_rows(tmp_path / "rows.jsonl", *({"messages": chat} for chat in chats)), **CHAT)
+    options = {"ACTOR_MODEL": chat_policy(), "TRAIN_DATASETS": data, "EVAL_DATASETS": data}
+    trainer = make(SFT, **options, ACCURACY_FUNCTION="em")
+    say(trainer, *["So long"] * 4)
+    assert trainer.evaluate()["accuracy_greedy"] == 1.0
+    (row, _) = trainer.eval_rows
+    assert row["prompt"] == TWO_TURNS["messages"][:3] and row["answer"] == "So long"
+    assert trainer.tokenizer.decode(row["prompt_ids"]).endswith(f"Bye{END}\n{ASK}")
+
+
+def test_accuracies_are_of_all_gold_answers_and_samples_show_what_was_trained(make, tmp_path):
+    trainer = make(SFT, ACCURACY_FUNCTION="exact_answer", MAX_NEW_TOKENS=48, MAX_STEPS=1)
+    rows = trainer.eval_rows
+    texts = trainer.respond([row["prompt_ids"] for row in rows], greedy=False)
+    right = sum(text.split("#### ")[-1] == row["answer"].split("#### ")[-1] for text, row in zip(texts, rows))
+    assert trainer.evaluate()["accuracy_sampled"] == pytest.approx(right / len(rows)) and right
+    trainer.train()
+    samples = read(tmp_path / "run/logs/samples.jsonl")
+    assert len(samples) == 2 and all(sample["read"].endswith("\n" + sample["trained"]) for sample in samples)
+    answers = {row["answer"] + "<eos>" for row in trainer.train_rows}
+    assert {sample["trained"] for sample in samples} <= answers
+
+
+@pytest.mark.parametrize("path", [SFT, "rce/dpo.py"])
+def test_evaluations_do_not_change_the_training(make, tmp_path, path):
+    weights = []
+    for every in (0, 1):
+        options = {"ACCURACY_FUNCTION": "exact_answer", "MAX_NEW_TOKENS": 4, "MAX_STEPS": 3}
+        trainer = make(path, EVAL_EVERY_N_STEPS=every, OUTPUT_DIR=str(tmp_path / f"run{every}"), **options)
+        assert "accuracy_sampled" in trainer.train()
+        weights.append((tmp_path / f"run{every}/step_3/policy/model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
