@@ -20,10 +20,10 @@ longer history. A user's training rows end STRIDE items apart, by default MAX_HI
 trained on once, in a window of that length.
 
 Codes. k-means cuts unit vectors of the titles into CODES groups. The next level cuts what is left of each
-(the vector minus its centre), and so on, LEVELS times. If two items have the same codes, every item gets one more:
-among equals 0 is the one bought most before validation. So items of a group are alike, and what is learnt of
-one is learnt of the others. Vectors: SVD of the TF-IDF of the titles' pieces of words, or the mean of a model's
-last hidden states (MODEL=folder or a hub name).
+(the vector minus its centre), and so on, LEVELS times. If two items have the same codes, every item gets one
+more: among equals 0 is the one bought most before validation. So items of a group are alike, and what is
+learnt of one is learnt of the others. Vectors: SVD of the TF-IDF of the titles' pieces of words, or the mean
+of a model's last hidden states (MODEL=folder or a hub name).
 """
 
 import csv
@@ -123,7 +123,9 @@ def read_log(titles):
     for line, user, item, time in read_csv("LOG", (USER, ITEM, TIME)):
         where = f"LOG = {LOG!r} line {line}"
         if item not in titles:
-            raise UserError(f"{where}: item {item!r} has no title in {TITLES or LOG}: add it, or delete the line")
+            raise UserError(
+                f"{where}: item {item!r} has no title in {TITLES or LOG}: add it, or delete the line"
+            )
         events[user].append((seconds_of(time, where), item))
     return {user: sorted(pairs, key=lambda pair: pair[0])[-LONGEST:] for user, pairs in events.items()}
 

@@ -194,7 +194,7 @@ def make_long(folder):
     with open(folder / "titles.csv", "w", newline="") as file:
         csv.writer(file).writerows([("item", "title"), *enumerate(titles)])
     with open(folder / "log.csv", "w", newline="") as file:
-        csv.writer(file).writerows([("user", "item", "time"), *(event[:3] for event in log)])
+        csv.writer(file).writerows([("user", "item", "timestamp"), *(event[:3] for event in log)])
     ranks = np.array([event[3] for event in log[-len(log) // 10 :]])
     gains = np.where(ranks <= 10, 1 / np.log2(ranks + 1), 0)
     facts = {"seed": SEED, "interactions": len(log), "items": LONG_ITEMS, "users": LONG_USERS}

@@ -186,9 +186,10 @@ def main():
         "sasrec": train_sasrec(sequences, valid_rows, len(catalogue.items)),
     }
     histories = sorted({tuple(row["history"]) for row in valid_rows + test_rows})
-    arrays = {"histories": pad(histories, -1).int().numpy()}
+    smallest = np.min_scalar_type(-len(catalogue.items))  # a type of few bytes
+    arrays = {"histories": pad(histories, -1).numpy().astype(smallest)}
     for name, model in models.items():
-        arrays[name] = top_items(model, histories).int().numpy()
+        arrays[name] = top_items(model, histories).numpy().astype(smallest)
         print(f"{name:10} NDCG@10 on validation {ndcg(model, valid_rows):.4f}")
     np.savez_compressed(rec.BASELINES_FILE, **arrays)
     print(f"{rec.BASELINES_FILE}: {len(histories)} histories")

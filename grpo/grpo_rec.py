@@ -136,11 +136,11 @@ WEIGHT_DECAY = 0.0  # of GRPO
 LOSS_TYPE = "dapo"  # dapo | gspo: rho = exp(mean_t log rho_t), of the whole item (2507.18071)
 GROUP_EPOCHS = 1  # passes over each step's candidates
 MINI_BATCHES = 1  # optimizer steps per pass
-SCALE_REWARDS = "group"  # group | batch | none: whose standard deviation advantages are divided by
+SCALE_REWARDS = "none"  # group | batch | none: whose standard deviation advantages are divided by
 CLIP_RANGE = 0.2  # gspo wants about 3e-4
 CLIP_RANGE_HIGH: float | None = None  # None: CLIP_RANGE. DAPO takes 0.28
 ENTROPY_COEF = 0.0
-KL_COEF = 2.5  # weight of the KL in the loss
+KL_COEF = 1.5  # weight of the KL in the loss
 KL_ESTIMATOR = "k2"  # k2 | k3, each with its own gradient
 REFERENCE_SYNC_STEPS = 0  # steps between moves of the reference towards the actor (2404.09656); 0: never
 REFERENCE_SYNC_ALPHA = 0.6  # reference = ALPHA * actor + (1 - ALPHA) * reference
@@ -268,9 +268,10 @@ class RecTrainer:
         causal = transformers.AutoModelForCausalLM
         path = checkpoint / "reference" if checkpoint else ACTOR_MODEL
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        if any(Path(path).glob("*.safetensors")) or not Path(path).is_dir():
+        weights = [*Path(path).glob("*.safetensors"), *Path(path).glob("*.bin")]
+        if weights or not Path(path).is_dir():
             self.reference = load_model(causal, path)
-        else:  # a folder without weights
+        else:  # a folder without weights gets random ones
             config = transformers.AutoConfig.from_pretrained(path)
             self.reference = causal.from_config(config, attn_implementation=ATTENTION).eval()
         known = self.tokenizer.get_vocab()
@@ -378,10 +379,11 @@ class RecTrainer:
                 self.log_evaluation(self.evaluate())
             if SAVE_EVERY_N_STEPS and self.state.step % SAVE_EVERY_N_STEPS == 0:
                 self.save()
-        if not self.run.signal:
-            self.save_policy(self.reference, "sft/policy")
-            self.save_policy(self.reference, "best/policy")  # GRPO will replace it
-        if MAX_STEPS and not self.run.signal:
+        if self.run.signal:
+            return
+        self.save_policy(self.reference, "sft/policy")
+        self.save_policy(self.reference, "best/policy")  # GRPO will replace it
+        if MAX_STEPS:
             self.begin_grpo()
 
     def begin_grpo(self):
@@ -422,7 +424,6 @@ class RecTrainer:
 
     # differs: one process, and two stages
     def is_over(self, last_step, patience):
-        """Returns whether the stage ends: by its last step, its patience, or a signal."""
         out_of_patience = 0 < patience <= self.state.evaluations_without_gain
         return self.run.signal or out_of_patience or self.state.step >= last_step
 
@@ -519,8 +520,7 @@ class RecTrainer:
         return {**metrics, "rollout_mismatch": mismatch, "learning_rate": LEARNING_RATE}
 
     def optimizer_step(self, batch, rows, is_first):
-        """One optimizer step on the histories with the numbers `rows`. The loss is the mean over all their
-        candidates' codes, however they are cut into micro-batches."""
+        """One optimizer step on the histories `rows` (numbers). The loss is the mean over all their codes."""
         num_codes = batch.logprobs[rows].numel()
         sums = Counter()
         for micro in rows.split(MICRO_BATCH_ROWS):
@@ -699,8 +699,7 @@ class RecTrainer:
         (self.run.folder / "eval_test.json").write_text(json.dumps(table, indent=1))
 
     def save_policy(self, model, path):
-        """Writes a policy into OUTPUT_DIR, with an adapter merged into the weights, so that it loads without
-        PEFT."""
+        """Writes a policy into OUTPUT_DIR. An adapter is merged into its weights: it loads without PEFT."""
         if hasattr(model, "merge_and_unload"):
             model = deepcopy(model).merge_and_unload()
         with atomic_folder(self.run.folder / path) as folder:
@@ -880,7 +879,6 @@ class Trie:
         for level in range(self.depth):
             prefixes, node = codes[:, : level + 1].unique(dim=0, return_inverse=True)  # in lexical order
             parent = torch.zeros(len(prefixes), dtype=torch.long).scatter(0, node, paths[-1])
-            # Neighbours have one parent
             children = torch.arange(len(prefixes)).split(parent.bincount().tolist())
             self.children.append(pad_sequence(children, batch_first=True, padding_value=-1).to(device))
             self.code.append(prefixes[:, -1].to(device))
@@ -974,8 +972,7 @@ def read_file(constant, read):
 
 
 class Catalogue:
-    """The items of INDEX_FILE by number: items (their names), titles, codes (a list for each item); and
-    vocabulary, all codes."""
+    """The items of INDEX_FILE by number: items (names), titles, codes (lists); vocabulary: all codes."""
 
     def __init__(self):
         index = read_file("INDEX_FILE", lambda path: dict(json.loads(Path(path).read_text("utf-8"))))
@@ -1005,7 +1002,7 @@ def read_titles(path):
 
 def read_csv(path):
     with open(path, encoding="utf-8-sig", newline="") as file:
-        return list(csv.DictReader(file, strict=True))  # strict: an open quote does not swallow the rest
+        return list(csv.DictReader(file, strict=True))  # strict: an open quote is an error
 
 
 def read_sequences(constant, catalogue):
@@ -1327,7 +1324,6 @@ def check_constants():
         "VALUE_WEIGHT needs a VALUES_FILE": VALUES_FILE or not VALUE_WEIGHT,
         "TITLE_ROWS, TITLE_HISTORY_ROWS need an ITEM_FILE": ITEM_FILE or not TITLE_ROWS + TITLE_HISTORY_ROWS,
         "PROMPT_TEMPLATE contains {input}": "{input}" in PROMPT_TEMPLATE,
-        "REFERENCE_SYNC_STEPS needs KL_COEF > 0": KL_COEF > 0 or not REFERENCE_SYNC_STEPS,
         "REFERENCE_SYNC_STEPS needs LORA_RANK = 0": LORA_RANK == 0 or not REFERENCE_SYNC_STEPS,
     }
     for rule, is_kept in rules.items():

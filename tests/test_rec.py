@@ -74,10 +74,6 @@ def words_of(constants):
     return [f"{key}={value}" for key, value in constants.items()]
 
 
-def start(constants):
-    return Program(ROOT / PATH, *words_of(constants), cwd=ROOT)
-
-
 # ---------------------------------------------------------------- decoding and log-probabilities
 
 
@@ -96,20 +92,23 @@ def plain_logprobs(trainer, model, history, item):
     return result
 
 
-def gpt2(tmp_path):
-    """Returns the folder of a GPT-2 without weights, whose positions are learnt."""
-    folder = tmp_path / "gpt2"
-    transformers.AutoTokenizer.from_pretrained(ROOT / "data/rec/llama").save_pretrained(folder)
-    shape = {"vocab_size": 3, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 1}
-    transformers.GPT2Config(architectures=["GPT2LMHeadModel"], **shape).save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_beams_and_their_log_probabilities_are_those_of_brute_force(make, tmp_path, family):
     """Prompts of unlike lengths are padded together; a beam as wide as the catalogue is its order."""
-    model_words = {"ACTOR_MODEL": gpt2(tmp_path)} if family == "gpt2" else {}
-    trainer = make(noise=0.2, TEMPERATURE=0.7, MICRO_BATCH_ROWS=4, **model_words)
+    words = {}
+    if family == "gpt2":  # its positions are learnt; a folder without weights
+        words["ACTOR_MODEL"] = str(tmp_path / "gpt2")
+        transformers.AutoTokenizer.from_pretrained(ROOT / "data/rec/llama").save_pretrained(tmp_path / "gpt2")
+        shape = {
+            "vocab_size": 3,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 1,
+        }
+        transformers.GPT2Config(**shape).save_pretrained(tmp_path / "gpt2")
+    trainer = make(noise=0.2, TEMPERATURE=0.7, MICRO_BATCH_ROWS=4, **words)
     rows = trainer.valid_rows
     items, logprobs = trainer.search_rows(trainer.actor, rows, ITEMS)
     for row, found, found_logprobs in zip(rows, items.tolist(), logprobs):
@@ -120,20 +119,27 @@ def test_beams_and_their_log_probabilities_are_those_of_brute_force(make, tmp_pa
         assert torch.allclose(found_logprobs, torch.tensor([wanted[item] for item in found]), atol=1e-5)
 
 
-def test_a_narrow_beam_keeps_the_best_prefixes_of_each_level(make):
-    trainer = make(noise=0.2)
+def test_a_narrow_beam_keeps_the_best_prefixes_of_each_level(make, tmp_path):
+    """And recommend() gives its items, with titles and probabilities."""
+    lines = (tmp_path / "items.txt").read_text().replace("$ the", 'a 3/4" bolt, the')
+    (tmp_path / "items.txt").write_text(lines)
+    trainer = make(noise=0.2, EVAL_BEAMS=20)
     paths = trainer.trie.codes.tolist()
     for row in trainer.valid_rows[:4]:
+        logprobs = [plain_logprobs(trainer, trainer.actor, row["history"], item) for item in range(ITEMS)]
         prefixes = [()]
         for level in range(3):
             scores = {}
-            for item, path in enumerate(paths):
+            for path, codes in zip(paths, logprobs):
                 if tuple(path[:level]) in prefixes:
-                    logprobs = plain_logprobs(trainer, trainer.actor, row["history"], item)
-                    scores[tuple(path[: level + 1])] = sum(logprobs[: level + 1])
+                    scores[tuple(path[: level + 1])] = sum(codes[: level + 1])
             prefixes = sorted(scores, key=lambda prefix: -scores[prefix])[:3]
         items, _ = trainer.search_rows(trainer.actor, [row], 3)
         assert [tuple(paths[item]) for item in items[0]] == prefixes
+    best = max(range(ITEMS), key=lambda item: sum(logprobs[item]))
+    (found,) = trainer.recommend(trainer.catalogue.names(row["history"]), k=1)
+    assert found[:2] == (f"i{best}", f'a 3/4" bolt, the number {best}')
+    assert found[2] == pytest.approx(math.exp(sum(logprobs[best])), rel=1e-3)
 
 
 def test_samples_have_the_policys_probabilities(make):
@@ -150,19 +156,13 @@ def test_samples_have_the_policys_probabilities(make):
 
 @pytest.mark.parametrize("constants", [{}, {"DTYPE": "bfloat16"}, {"GRADIENT_CHECKPOINTING": True}])
 @pytest.mark.parametrize("candidates", ["beam", "sample"])
-def test_all_ratios_are_1_before_the_first_update(make, candidates, constants):
+def test_all_ratios_are_1_before_the_first_update_or_the_run_ends(make, candidates, constants):
     trainer = make(noise=0.1, CANDIDATES=candidates, **constants)
     batch = trainer.rollout(trainer.next_rows(trainer.rl_rows, 6))
     batch.advantages = trainer.module.group_advantages(batch.scores)
-    metrics = trainer.update(batch)
-    assert metrics["rollout_mismatch"] < {"float32": 1e-5, "bfloat16": 0.02}[trainer.module.DTYPE]
-
-
-def test_a_distribution_that_is_trained_but_not_sampled_ends_the_run(make):
-    trainer = make(noise=0.1)
-    batch = trainer.rollout(trainer.next_rows(trainer.rl_rows, 6))
-    batch.advantages = trainer.module.group_advantages(batch.scores)
-    trainer.module.TEMPERATURE = 0.5
+    limit = {"float32": 1e-5, "bfloat16": 0.02}[trainer.module.DTYPE]
+    assert trainer.update(batch)["rollout_mismatch"] < limit
+    trainer.module.TEMPERATURE = 0.3
     with pytest.raises(ValueError, match="update and rollout differ"):
         trainer.update(batch)
 
@@ -170,19 +170,13 @@ def test_a_distribution_that_is_trained_but_not_sampled_ends_the_run(make):
 # ---------------------------------------------------------------- the maths
 
 
-def test_group_advantages_by_hand():
-    module = load(PATH)
+@pytest.mark.parametrize("scale, divisor", [("none", 1), ("group", 7**0.5 + 1e-4), ("batch", None)])
+def test_group_advantages_by_hand_and_exact_zeros(scale, divisor):
+    module = load(PATH, SCALE_REWARDS=scale)
     scores = torch.tensor([[1.0, 2.0, 6.0], [0.7, 0.7, 0.7]])
-    std = 7**0.5
-    wanted = torch.tensor([[-2.0, -1.0, 3.0], [0, 0, 0]])
-    module.SCALE_REWARDS = "none"
-    assert torch.equal(module.group_advantages(scores)[1], torch.zeros(3))
+    wanted = torch.tensor([[-2.0, -1.0, 3.0], [0, 0, 0]]) / (divisor or scores.std() + 1e-4)
     assert torch.allclose(module.group_advantages(scores), wanted)
-    module.SCALE_REWARDS = "group"
-    assert torch.allclose(module.group_advantages(scores), wanted / (std + 1e-4))
     assert torch.equal(module.group_advantages(scores)[1], torch.zeros(3))
-    module.SCALE_REWARDS = "batch"
-    assert torch.allclose(module.group_advantages(scores), wanted / (scores.std() + 1e-4))
 
 
 @pytest.mark.parametrize("loss", ["dapo", "gspo"])
@@ -209,18 +203,11 @@ def test_the_kl_has_its_gradient(estimator):
     """Exact means over three outcomes: k2 gives the gradient of KL(pi || ref), k3 that of KL(ref || pi)."""
     module = load(PATH, KL_ESTIMATOR=estimator)
     ref = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64).log()
-    gradients = []
-    for exact in (False, True):
-        theta = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
-        logprobs = theta.log_softmax(0)
-        pi = logprobs.exp()
-        loss = (pi.detach() * module.kl_loss(logprobs, ref)).sum()
-        if exact and estimator == "k2":
-            loss = (pi * (logprobs - ref)).sum()
-        if exact and estimator == "k3":
-            loss = (ref.exp() * (ref - logprobs)).sum()
-        loss.backward()
-        gradients.append(theta.grad)
+    theta = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
+    logprobs = theta.log_softmax(0)
+    estimated = (logprobs.exp().detach() * module.kl_loss(logprobs, ref)).sum()
+    exact = {"k2": logprobs.exp() * (logprobs - ref), "k3": ref.exp() * (ref - logprobs)}[estimator].sum()
+    gradients = [torch.autograd.grad(loss, theta, retain_graph=True)[0] for loss in (estimated, exact)]
     assert torch.allclose(*gradients)
 
 
@@ -231,27 +218,20 @@ def test_rewards_by_hand(make):
     weights = {"VALUE_WEIGHT": 2.0, "RULE_WEIGHT": 3.0, "RANKING_WEIGHT": 5.0, "VALUE_DECAY": 0.5}
     trainer = make(**weights, REWARD_FUNCTIONS=[(own, 7.0)])
     rows = [{"history": [3, 1], "target": 4}, {"history": [2], "target": 9}]
-    items = torch.tensor([[5, 4, 6], [5, 4, 6]])
-    scores, parts = trainer.compute_rewards(rows, items)
-    values = trainer.values.double()
+    scores, parts = trainer.compute_rewards(rows, torch.tensor([[5, 4, 6], [5, 4, 6]]))
+    values = trainer.values
+    first = [(0.5 * values[3, item] + values[1, item]) / 1.5 for item in (5, 4, 6)]
     discounts = [1 / math.log2(rank + 2) for rank in range(3)]
-    for row, place in itertools.product((0, 1), range(3)):
-        item = items[row, place]
-        value = values[2, item]
-        if row == 0:
-            value = (0.5 * values[3, item] + values[1, item]) / 1.5
-        hit = float(row == 0 and place == 1)
-        ranking = 1.0 if hit else -discounts[place] / sum(discounts) * (row == 0)
-        by_hand = {
-            "value": value,
-            "rule": hit,
-            "ranking": ranking,
-            "own": len(rows[row]["history"]) + 10 * hit,
-        }
-        for name, wanted in by_hand.items():
-            assert parts[name][row, place].item() == pytest.approx(float(wanted), abs=1e-6), name
-        total = 2 * value + 3 * hit + 5 * ranking + 7 * by_hand["own"]
-        assert scores[row, place].item() == pytest.approx(float(total), abs=1e-5)
+    miss = [-discount / sum(discounts) for discount in discounts]
+    wanted = {
+        "value": [first, [values[2, item] for item in (5, 4, 6)]],
+        "rule": [[0, 1, 0], [0, 0, 0]],
+        "ranking": [[miss[0], 1, miss[2]], [0, 0, 0]],
+        "own": [[2, 12, 2], [1, 1, 1]],
+    }
+    for name, by_hand in wanted.items():
+        assert torch.allclose(parts[name], torch.tensor(by_hand, dtype=torch.float32)), name
+    assert torch.allclose(scores, sum(w * parts[n] for n, w in zip(wanted, (2, 3, 5, 7))))
 
 
 def test_ndcg_and_hit_rate_against_brute_force(make):
@@ -337,16 +317,11 @@ def test_text_behind_the_history_and_a_chat_template_give_the_same_loss_row_by_r
     trainer = make(ACTOR_MODEL=str(tmp_path / "chat"), PROMPT_TEMPLATE="({input})", VALUE_WEIGHT=0.0)
     codes = "".join(itertools.chain(*(trainer.catalogue.codes[item] for item in (3, 7))))
     assert trainer.tokenizer.decode(trainer.prompt([3, 7])).replace(" ", "") == f"#({codes})are"
-    assert len(trainer.sft_rows) == len(trainer.rl_rows) > len(read_rows(tmp_path / "train.csv"))
+    assert len(trainer.sft_rows) == len(trainer.rl_rows) > 24  # lines of train.csv
     rows = trainer.sft_rows[:5]
     wanted = [plain_logprobs(trainer, trainer.actor, row["history"], row["target"]) for row in rows]
     trainer.state.step = 1
     assert trainer.sft_update(rows)["sft_loss"] == pytest.approx(-sum(map(sum, wanted)) / 15, abs=1e-4)
-
-
-def read_rows(path):
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_title_rows_ask_for_items_by_titles(make):
@@ -368,30 +343,40 @@ def test_baselines_belong_to_their_rows_and_stand_in_the_table(make, world, tmp_
     trainer = make()
     counts = torch.tensor([row["target"] for row in trainer.rl_rows]).bincount(minlength=ITEMS)
     wanted = counts.argsort(descending=True, stable=True).tolist()
-    lists = trainer.module.baseline_lists(trainer.test_rows)
-    assert lists["popularity"].tolist() == [wanted] * 8
+    assert trainer.module.baseline_lists(trainer.test_rows)["popularity"].tolist() == [wanted] * 8
+    assert trainer.module.baseline_lists([{"history": [0, 1, 2, 3, 4, 5]}]) == {}
     trainer.train()
     table = json.loads((tmp_path / "run/eval_test.json").read_text())
-    assert list(table)[:5] == ["popularity", "markov", "counts", "debiased", "sasrec"]
-    assert list(table)[5:] == ["sft", "grpo", "grpo - sft", "possible"]
+    rules = ["popularity", "markov", "counts", "debiased", "sasrec"]
+    assert list(table) == [*rules, "sft", "grpo", "grpo - sft", "possible"]
     best = [trainer.module.history_values(trainer.values, [row["history"]])[0] for row in trainer.test_rows]
-    wanted = [value.sort().values[-4:].mean().item() for value in best]
-    assert table["possible"]["reward/value"] == pytest.approx(sum(wanted) / 8)
+    wanted = sum(value.sort().values[-4:].mean().item() for value in best) / 8
+    assert table["possible"]["reward/value"] == pytest.approx(wanted)
     gain = table["grpo"]["ndcg@10"] - table["sft"]["ndcg@10"]
     assert table["grpo - sft"]["ndcg@10"] == pytest.approx(gain, abs=1e-6)
-    other = [{**trainer.test_rows[0], "history": [0, 1, 2, 3, 4, 5]}]
-    assert trainer.module.baseline_lists(other) == {}
 
 
 # ---------------------------------------------------------------- training and resume
 
 
-def test_grpo_raises_what_is_rewarded_and_a_constant_reward_moves_nothing(make):
-    trainer = make(SFT_EPOCHS=1, MAX_STEPS=30, KL_COEF=0.0, LEARNING_RATE=3e-3, RULE_WEIGHT=0.0)
-    before = trainer.evaluate()["reward"]
-    assert trainer.train()["reward"] > before + 0.05
-    constant = [(lambda histories, items, targets: [0.7] * len(items), 1.0)]
-    trainer = make(VALUE_WEIGHT=0.0, RULE_WEIGHT=0.0, KL_COEF=0.0, REWARD_FUNCTIONS=constant)
+@pytest.mark.parametrize("candidates", ["beam", "sample"])
+def test_grpo_raises_what_is_rewarded_and_a_constant_reward_moves_nothing(make, candidates):
+    def even(histories, items, targets):
+        return [1.0 - int(item[1:]) % 2 for item in items]
+
+    def constant(histories, items, targets):
+        return [0.7] * len(items)
+
+    options = {
+        "VALUE_WEIGHT": 0.0,
+        "RULE_WEIGHT": 0.0,
+        "KL_COEF": 0.0,
+        "SFT_EPOCHS": 0,
+        "LEARNING_RATE": 3e-3,
+    }
+    trainer = make(**options, CANDIDATES=candidates, MAX_STEPS=30, REWARD_FUNCTIONS=[(even, 1.0)])
+    assert trainer.evaluate()["reward_sampled"] < 0.6 and trainer.train()["reward_sampled"] > 0.9
+    trainer = make(**options, CANDIDATES=candidates, REWARD_FUNCTIONS=[(constant, 1.0)])
     trainer.train()
     for name, parameter in trainer.reference.named_parameters():
         assert torch.equal(parameter, trainer.actor.state_dict()[name]), name
@@ -414,17 +399,6 @@ def test_an_adapter_trains_alone_and_what_is_saved_loads_without_peft(make, tmp_
         assert torch.allclose(one.float(), two.float(), atol=1e-4)
 
 
-def test_recommend_gives_the_likeliest_items_with_titles(make, tmp_path):
-    lines = (tmp_path / "items.txt").read_text().replace("$ the", 'a 3/4" bolt, the')
-    (tmp_path / "items.txt").write_text(lines)
-    trainer = make(noise=0.2)
-    found = trainer.recommend(["i3", "i1"], k=5)
-    totals = [sum(plain_logprobs(trainer, trainer.actor, [3, 1], item)) for item in range(ITEMS)]
-    best = max(range(ITEMS), key=lambda item: totals[item])
-    assert len(found) == 5 and found[0][:2] == (f"i{best}", f'a 3/4" bolt, the number {best}')
-    assert found[0][2] == pytest.approx(math.exp(totals[best]), rel=1e-3)
-
-
 RUNS = {
     "beams": {"MINI_BATCHES": 2, "GROUP_EPOCHS": 2},
     "samples, a moving reference, checkpointing": {
@@ -440,18 +414,18 @@ RUNS = {
 def test_a_killed_run_ends_with_the_same_bytes(world, tmp_path, name):
     whole = {**world, **RUNS[name], "MAX_STEPS": 5, "RESUME": "yes", "OUTPUT_DIR": tmp_path / "whole"}
     started = time.time()
-    done = start(whole).wait()
+    done = Program(ROOT / PATH, *words_of(whole), cwd=ROOT).wait()
     assert done.returncode == 0, done.stderr
     seconds = time.time() - started
     killed = {**whole, "OUTPUT_DIR": tmp_path / "killed"}
     moments = random.Random(name)
     for _ in range(3):
-        program = start(killed)
+        program = Program(ROOT / PATH, *words_of(killed), cwd=ROOT)
         time.sleep(seconds * moments.uniform(0.3, 0.9))
         with suppress(ProcessLookupError):  # it has ended
             program.send_signal(9)
         program.wait()
-    done = start(killed).wait()
+    done = Program(ROOT / PATH, *words_of(killed), cwd=ROOT).wait()
     assert done.returncode == 0, done.stderr
     one, two = tmp_path / "whole", tmp_path / "killed"
     assert without_clock(one / "logs/metrics.jsonl") == without_clock(two / "logs/metrics.jsonl")
@@ -496,19 +470,11 @@ BAD = {
     "an empty history": ({}, {"valid.csv": [("u", [], "i9")]}, "line 2 (ValueError: no history)"),
     "unlike codes": ({}, {"index.json": '{"i1": ["a"], "i2": ["a", "b"]}'}, "same number of codes"),
     "equal codes": ({}, {"index.json": '{"i1": ["a"], "i2": ["a"]}'}, "2 items have the codes ('a',)"),
-    "broken titles": ({}, {"items.txt": "no tabs\n"}, "items.txt' cannot be read"),
     "values of another catalogue": ({"VALUES_FILE": ROOT / "data/rec/values.npy"}, {}, "a row and a column"),
     "no values": ({"VALUES_FILE": None}, {}, "VALUE_WEIGHT needs a VALUES_FILE"),
-    "a large group": (
-        {"GROUP_SIZE": 20, "EVAL_BEAMS": 20},
-        {"index.json": '{"i1": ["a"]}'},
-        "above the number",
-    ),
     "no model": ({"ACTOR_MODEL": "nowhere/at/all"}, {}, "ACTOR_MODEL=nowhere/at/all"),
     "titles without words": ({"TITLE_ROWS": 1.0}, {}, "does not know the titles' words"),
     "no checkpoint": ({"RESUME": "nowhere"}, {}, "RESUME = 'nowhere' is not"),
-    "nothing to train on": ({}, {"train.csv": []}, "no rows are left"),
-    "a wrong reward": ({"RULE_WEIGHT": 0.0, "VALUE_WEIGHT": 0.0}, {}, "a reward has a weight"),
 }
 
 
@@ -538,22 +504,21 @@ def test_the_shipped_data_is_what_its_program_makes(tmp_path):
 
 
 def test_the_examples_rewards_by_hand(world, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", [str(ROOT / "data"), *sys.path])
     for name in ("rec_baselines", "grpo_rec"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    sys.path.insert(0, str(ROOT / "data"))
     example = load("examples/rec_rewards.py")
     vars(example.rec).update(world)
     example.rec_baselines.EPOCHS = 1
     trainer = example.Trainer()
     rows = [{"history": [3, 1], "target": 4}]
-    items = torch.tensor([[0, 1, 9, 17]])  # first codes a_0, a_0, a_1, a_2
+    items = torch.tensor([[4, 1, 9, 17]])  # first codes a_0, a_0, a_1, a_2
     rewards = trainer.list_rewards(rows, items)
     assert rewards["diversity"][0].tolist() == pytest.approx([2 / 3, 2 / 3, 1, 1])
-    assert rewards["collaborative"].min() == 0 and rewards["collaborative"].max() == 1
     scores = trainer.sasrec.scores([[3, 1]])[0, items[0]]
-    assert rewards["collaborative"][0].argsort().tolist() == scores.argsort().tolist()
-    assert trainer.list_rewards(rows, torch.tensor([[4, 4]]))["semantic"][0, 0].item() == pytest.approx(1)
-    scores, parts = trainer.compute_rewards(rows, items)
+    assert torch.allclose(
+        rewards["collaborative"][0], (scores - scores.min()) / (scores.max() - scores.min())
+    )
+    assert rewards["semantic"][0, 0].item() == pytest.approx(1)
     plain, _ = example.rec.RecTrainer.compute_rewards(trainer, rows, items)
-    assert torch.allclose(scores, plain + 0.3 * sum(rewards.values()), atol=1e-6)
+    assert torch.allclose(trainer.compute_rewards(rows, items)[0], plain + 0.3 * sum(rewards.values()))

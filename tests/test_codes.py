@@ -1,0 +1,99 @@
+"""data/make_codes.py: a plain log becomes what grpo/grpo_rec.py trains on."""
+
+import csv
+import json
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from conftest import ROOT, load
+from program import Program
+
+HEAD = "user,item,timestamp,title"
+THINGS = [f"{color} {name}" for color in ("red", "green", "blue") for name in "hammer saw drill lamp".split()]
+
+
+@pytest.fixture
+def codes():
+    return load("data/make_codes.py")
+
+
+def write_csv(path, head, rows):
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows([head.split(","), *rows])
+
+
+EVENTS = {  # by time, as read_log() gives them
+    "u": [(1, "a"), (2, "b"), (2, "c"), (6, "d"), (8, "e"), (9, "f")],
+    "v": [(3, "a"), (4, "b"), (7, "a")],
+    "w": [(5, "c")],
+}
+
+
+def test_the_split_by_time_asks_for_what_is_later_than_all_that_is_trained_on(codes):
+    codes.VALID_SHARE, codes.TEST_SHARE, codes.STRIDE = 0.2, 0.3, 2
+    rows, *_ = codes.split_rows(EVENTS)  # of ten the test has those from 7 on, validation 5 and 6
+    assert rows == {
+        "train": [("u", ["a", "b", "c"]), ("v", ["a", "b"])],
+        "valid": [("u", list("abcd"))],
+        "test": [("u", list("abcde")), ("u", list("abcdef")), ("v", list("aba"))],
+    }
+
+
+def test_each_level_cuts_what_the_one_before_left_and_no_two_items_have_the_same_codes(codes):
+    codes.CODES, codes.LEVELS = 2, 2
+    far, near = np.array([10.0, 0.0]), np.array([0.0, 1.0])
+    vectors = np.array([far + near, far - near, -far + near, -far - near, far + near, far + near])
+    paths = codes.make_codes(list("abcdef"), vectors, Counter("eeffba"))
+    first, second, third = zip(*paths.values())
+    assert first[0] == first[1] == first[4] == first[5] != first[2] == first[3]
+    assert second[0] == second[2] == second[4] == second[5] != second[1] == second[3]  # not within the first
+    assert third == ("<c_2>", "<c_0>", "<c_0>", "<c_0>", "<c_0>", "<c_1>")  # e was bought most, then f, a
+    assert {len(path) for path in codes.make_codes(list("abcd"), vectors[:4], Counter()).values()} == {2}
+
+
+def test_one_csv_file_is_enough_from_any_folder(tmp_path):
+    """The log, the codes, other methods' lists, and a run with what words.txt says."""
+    draw = random.Random(0)
+    rows = []
+    for user in sorted(draw.choices(range(30), k=180)):
+        day = f"2024-{draw.randrange(1, 13):02}-{draw.randrange(1, 29):02}"
+        item = draw.randrange(len(THINGS))
+        rows.append((f"u{user}", f"SKU-{item}", day, THINGS[item], "other"))
+    write_csv(tmp_path / "log.csv", f"{HEAD},price", rows)
+    for program, *words in (
+        ("data/make_codes.py", "mine", "LOG=log.csv"),
+        ("data/rec_baselines.py", "@mine/words.txt"),
+        ("grpo/grpo_rec.py", "@mine/words.txt", "SFT_EPOCHS=1", "MAX_STEPS=1"),
+    ):
+        done = Program(ROOT / program, *words, cwd=tmp_path).wait()
+        assert done.returncode == 0, done.stderr
+    table = json.loads((tmp_path / "mine/run/eval_test.json").read_text())
+    assert {"counts", "sasrec", "sft", "grpo"} <= table.keys()
+    index = json.loads((tmp_path / "mine/index.json").read_text())
+    lines = (tmp_path / "mine/items.txt").read_text().splitlines()
+    assert [line.split("\t") for line in lines] == [
+        ["".join(codes), THINGS[int(item[4:])], item] for item, codes in index.items()
+    ]
+
+
+BAD = {
+    "another column": (("u", "i", 1, "t"), ["TIME=day"], "one column 'day'; it has ['user', 'item'"),
+    "an empty cell": (("u", "", 1, "t"), [], "line 2: a cell is empty"),
+    "a comma without quotes": (("u", "i", 1, "t", "x"), [], "line 2: a cell is empty, or a text with commas"),
+    "a time": (("u", "i", "noon", "t"), [], "line 2: timestamp 'noon' cannot be read"),
+    "one user": (("u", "i", 1, "t"), [], "give rows 0 for train"),
+    "a constant": (("u", "i", 1, "t"), ["LEVEL=2"], "such as LEVELS"),
+    "no file": (("u", "i", 1, "t"), ["LOG=nowhere.csv"], "No such file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line(codes, tmp_path, monkeypatch, name):
+    row, words, message = BAD[name]
+    monkeypatch.chdir(tmp_path)
+    write_csv("log.csv", HEAD, [row])
+    with pytest.raises(codes.UserError) as error:
+        codes.main(["mine", *words])
+    assert message in str(error.value) and "\n" not in str(error.value)
