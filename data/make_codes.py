@@ -39,6 +39,8 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
+
+# constants
 LOG = "log.csv"
 TITLES = ""  # a csv file of items and titles; "": LOG has the titles
 USER, ITEM, TIME, TITLE = "user", "item", "timestamp", "title"  # the columns
@@ -291,6 +293,9 @@ def apply_words(words):
 
 
 def main(words):
+    if words[:1] in (["-h"], ["--help"]):
+        print(__doc__ + Path(__file__).read_text().split("# constants\n")[1].split("WORDS =")[0])
+        return
     if not words or "=" in words[0]:
         raise UserError("the first word is the folder to write: make_codes.py mine LOG=log.csv TITLES=...")
     apply_words(words[1:])
@@ -309,9 +314,8 @@ def main(words):
     counts = ", ".join(f"{len(pairs)} in {name}.csv" for name, pairs in rows.items())
     print(f"{len(titles)} items, of which {alike} differ from another one by their last code alone")
     print(f"rows: {counts}; {unseen} of the test's items were never taken in training; MAX_HISTORY={longest}")
-    print(
-        f"python {ROOT}/data/rec_baselines.py @{folder}/words.txt\npython {ROOT}/grpo/grpo_rec.py @{folder}/words.txt"
-    )
+    for program in ("data/rec_baselines.py", "grpo/grpo_rec.py"):
+        print(f"python {ROOT}/{program} @{folder}/words.txt")
 
 
 if __name__ == "__main__":

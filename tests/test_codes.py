@@ -41,20 +41,15 @@ def test_the_split_by_time_asks_for_what_is_later_than_all_that_is_trained_on(co
     }
 
 
-def test_each_level_cuts_what_the_one_before_left_and_no_two_items_have_the_same_codes(codes):
-    codes.CODES, codes.LEVELS = 2, 2
-    far, near = np.array([10.0, 0.0]), np.array([0.0, 1.0])
-    vectors = np.array([far + near, far - near, -far + near, -far - near, far + near, far + near])
-    paths = codes.make_codes(list("abcdef"), vectors, Counter("eeffba"))
-    first, second, third = zip(*paths.values())
-    assert first[0] == first[1] == first[4] == first[5] != first[2] == first[3]
-    assert second[0] == second[2] == second[4] == second[5] != second[1] == second[3]  # not within the first
-    assert third == ("<c_2>", "<c_0>", "<c_0>", "<c_0>", "<c_0>", "<c_1>")  # e was bought most, then f, a
-    assert {len(path) for path in codes.make_codes(list("abcd"), vectors[:4], Counter()).values()} == {2}
+def test_alike_vectors_share_codes_and_no_two_items_share_all(codes):
+    codes.CODES, codes.LEVELS = 2, 1
+    vectors = np.array([[1.0, 0], [0, 1], [1, 0], [1, 0]])
+    paths = list(codes.make_codes(list("abcd"), vectors, Counter("ddc")).values())
+    assert paths[0][0] == paths[2][0] == paths[3][0] != paths[1][0]
+    assert [path[1] for path in paths] == ["<b_2>", "<b_0>", "<b_1>", "<b_0>"]  # d was bought most
 
 
 def test_one_csv_file_is_enough_from_any_folder(tmp_path):
-    """The log, the codes, other methods' lists, and a run with what words.txt says."""
     draw = random.Random(0)
     rows = []
     for user in sorted(draw.choices(range(30), k=180)):
@@ -84,7 +79,6 @@ BAD = {
     "a comma without quotes": (("u", "i", 1, "t", "x"), [], "line 2: a cell is empty, or a text with commas"),
     "a time": (("u", "i", "noon", "t"), [], "line 2: timestamp 'noon' cannot be read"),
     "one user": (("u", "i", 1, "t"), [], "give rows 0 for train"),
-    "a constant": (("u", "i", 1, "t"), ["LEVEL=2"], "such as LEVELS"),
     "no file": (("u", "i", 1, "t"), ["LOG=nowhere.csv"], "No such file"),
 }
 

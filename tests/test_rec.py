@@ -42,8 +42,8 @@ def world(tmp_path):
         write_csv(tmp_path / f"{split}.csv", rows)
     values = torch.rand(ITEMS, ITEMS, generator=torch.Generator().manual_seed(0)).numpy()
     np.save(tmp_path / "values.npy", values)
-    names = {"INDEX_FILE": "index.json", "ITEM_FILE": "items.txt", "VALUES_FILE": "values.npy"}
-    names |= {f"{split.upper()}_FILE": f"{split}.csv" for split in ("train", "valid", "test")}
+    names = {f"{split.upper()}_FILE": f"{split}.csv" for split in ("train", "valid", "test")}
+    names |= {"INDEX_FILE": "index.json", "ITEM_FILE": "items.txt", "VALUES_FILE": "values.npy"}
     names |= {"BASELINES_FILE": "baselines.npz", "OUTPUT_DIR": "run"}
     sizes = {"SFT_EPOCHS": 2, "SFT_BATCH_SIZE": 8, "BATCH_SIZE": 6, "GROUP_SIZE": 4, "EVAL_BEAMS": 20}
     sizes |= {"MAX_STEPS": 3, "SAVE_EVERY_N_STEPS": 2, "EVAL_EVERY_N_STEPS": 2, "RESUME": "no"}
@@ -72,9 +72,6 @@ def make(world):
 
 def words_of(constants):
     return [f"{key}={value}" for key, value in constants.items()]
-
-
-# ---------------------------------------------------------------- decoding and log-probabilities
 
 
 def plain_logprobs(trainer, model, history, item):
@@ -142,18 +139,6 @@ def test_a_narrow_beam_keeps_the_best_prefixes_of_each_level(make, tmp_path):
     assert found[2] == pytest.approx(math.exp(sum(logprobs[best])), rel=1e-3)
 
 
-def test_samples_have_the_policys_probabilities(make):
-    trainer = make(noise=0.1, TEMPERATURE=0.5)
-    row = trainer.valid_rows[0]
-    totals = [sum(plain_logprobs(trainer, trainer.actor, row["history"], item)) for item in range(ITEMS)]
-    wanted = torch.tensor(totals).exp()
-    torch.manual_seed(0)
-    items, logprobs = trainer.module.search(trainer.actor, trainer.trie, [row["ids"]], 4000, True)
-    shares = items.flatten().bincount(minlength=ITEMS) / 4000
-    assert (shares - wanted).abs().max() < 4 * (0.25 / 4000) ** 0.5
-    assert torch.allclose(logprobs[0].sum(1), torch.tensor(totals)[items[0]], atol=1e-5)
-
-
 @pytest.mark.parametrize("constants", [{}, {"DTYPE": "bfloat16"}, {"GRADIENT_CHECKPOINTING": True}])
 @pytest.mark.parametrize("candidates", ["beam", "sample"])
 def test_all_ratios_are_1_before_the_first_update_or_the_run_ends(make, candidates, constants):
@@ -165,9 +150,6 @@ def test_all_ratios_are_1_before_the_first_update_or_the_run_ends(make, candidat
     trainer.module.TEMPERATURE = 0.3
     with pytest.raises(ValueError, match="update and rollout differ"):
         trainer.update(batch)
-
-
-# ---------------------------------------------------------------- the maths
 
 
 @pytest.mark.parametrize("scale, divisor", [("none", 1), ("group", 7**0.5 + 1e-4), ("batch", None)])
@@ -193,8 +175,7 @@ def test_the_policy_loss_is_the_clipped_formula_on_both_sides(loss):
         wanted = [-min(r * sign, c * sign) for r, c in zip(ratios, clipped)]
         assert losses.flatten().tolist() == pytest.approx(wanted)
         losses.sum().backward()
-        moves = [(r < 1.3 if sign > 0 else r > 0.8) for r in ratios]  # the clip stops the gradient
-        slope = [-sign * r * m for r, m in zip(ratios, moves)]
+        slope = [-sign * r * (r < 1.3 if sign > 0 else r > 0.8) for r in ratios]  # 0 where it is clipped
         assert logprobs.grad.flatten().tolist() == pytest.approx(slope)
 
 
@@ -287,13 +268,9 @@ def test_the_gradient_is_that_of_the_formula_however_it_is_cut(make):
     assert torch.allclose(found[0], gradients_of(trainer), atol=1e-6)
 
 
-# ---------------------------------------------------------------- data, prompts and SFT
-
-
 def test_sft_learns_each_logged_item_once_and_none_that_is_asked_for(make, tmp_path):
-    write_csv(
-        tmp_path / "train.csv", [("u", ["i1", "i2", "i3"], "i4"), ("u", ["i2"], "i3"), ("w", ["i5"], "i6")]
-    )
+    rows = [("u", ["i1", "i2", "i3"], "i4"), ("u", ["i2"], "i3"), ("w", ["i5"], "i6")]
+    write_csv(tmp_path / "train.csv", rows)
     write_csv(tmp_path / "valid.csv", [("u", ["i9", "i3"], "i4"), ("x", ["i1"], "i2")])
     trainer = make(MAX_HISTORY=2, SFT_BATCH_SIZE=2)
     pairs = [(row["history"], row["target"]) for row in trainer.rl_rows]
@@ -307,13 +284,10 @@ def test_sft_learns_each_logged_item_once_and_none_that_is_asked_for(make, tmp_p
 
 
 def test_text_behind_the_history_and_a_chat_template_give_the_same_loss_row_by_row(make, tmp_path):
-    """Then each item to learn is a row of its own."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
-    template = "{{ '#' + messages[0]['content'] }}{% if add_generation_prompt %} are{% endif %}"
-    tokenizer.chat_template = template
-    model = transformers.AutoModelForCausalLM.from_pretrained(TINY)
-    for saved in (tokenizer, model):
-        saved.save_pretrained(tmp_path / "chat")
+    tokenizer.chat_template = "{{ '#' + messages[0]['content'] + ' are' }}"
+    tokenizer.save_pretrained(tmp_path / "chat")
+    transformers.AutoModelForCausalLM.from_pretrained(TINY).save_pretrained(tmp_path / "chat")
     trainer = make(ACTOR_MODEL=str(tmp_path / "chat"), PROMPT_TEMPLATE="({input})", VALUE_WEIGHT=0.0)
     codes = "".join(itertools.chain(*(trainer.catalogue.codes[item] for item in (3, 7))))
     assert trainer.tokenizer.decode(trainer.prompt([3, 7])).replace(" ", "") == f"#({codes})are"
@@ -332,7 +306,6 @@ def test_title_rows_ask_for_items_by_titles(make):
     titles = "\n".join(trainer.catalogue.titles[item] for item in added[0]["history"])
     assert added[0]["ids"] == trainer.tokenizer(titles + "\n")["input_ids"]  # its chat template
     assert {row["items"][0] for row in trainer.sft_rows[-ITEMS:]} == set(range(ITEMS))
-    assert len(trainer.sft_rows) == len(by_code.sft_rows) + len(added) + ITEMS
     trainer.train()
 
 
@@ -349,23 +322,14 @@ def test_baselines_belong_to_their_rows_and_stand_in_the_table(make, world, tmp_
     table = json.loads((tmp_path / "run/eval_test.json").read_text())
     rules = ["popularity", "markov", "counts", "debiased", "sasrec"]
     assert list(table) == [*rules, "sft", "grpo", "grpo - sft", "possible"]
-    best = [trainer.module.history_values(trainer.values, [row["history"]])[0] for row in trainer.test_rows]
-    wanted = sum(value.sort().values[-4:].mean().item() for value in best) / 8
-    assert table["possible"]["reward/value"] == pytest.approx(wanted)
     gain = table["grpo"]["ndcg@10"] - table["sft"]["ndcg@10"]
     assert table["grpo - sft"]["ndcg@10"] == pytest.approx(gain, abs=1e-6)
-
-
-# ---------------------------------------------------------------- training and resume
 
 
 @pytest.mark.parametrize("candidates", ["beam", "sample"])
 def test_grpo_raises_what_is_rewarded_and_a_constant_reward_moves_nothing(make, candidates):
     def even(histories, items, targets):
         return [1.0 - int(item[1:]) % 2 for item in items]
-
-    def constant(histories, items, targets):
-        return [0.7] * len(items)
 
     options = {
         "VALUE_WEIGHT": 0.0,
@@ -376,10 +340,10 @@ def test_grpo_raises_what_is_rewarded_and_a_constant_reward_moves_nothing(make, 
     }
     trainer = make(**options, CANDIDATES=candidates, MAX_STEPS=30, REWARD_FUNCTIONS=[(even, 1.0)])
     assert trainer.evaluate()["reward_sampled"] < 0.6 and trainer.train()["reward_sampled"] > 0.9
-    trainer = make(**options, CANDIDATES=candidates, REWARD_FUNCTIONS=[(constant, 1.0)])
+    trainer = make(**options, REWARD_FUNCTIONS=[(lambda histories, items, targets: [0.7] * len(items), 1.0)])
     trainer.train()
-    for name, parameter in trainer.reference.named_parameters():
-        assert torch.equal(parameter, trainer.actor.state_dict()[name]), name
+    for one, two in zip(trainer.reference.parameters(), trainer.actor.parameters()):
+        assert torch.equal(one, two)
 
 
 def test_an_adapter_trains_alone_and_what_is_saved_loads_without_peft(make, tmp_path):
@@ -388,15 +352,12 @@ def test_an_adapter_trains_alone_and_what_is_saved_loads_without_peft(make, tmp_
     trained = [name for name, p in trainer.actor.named_parameters() if p.requires_grad]
     assert trained and all("lora" in name for name in trained)
     trainer.save_policy(trainer.actor, "merged")
-    policies = {}
-    for name in ("merged", "sft/policy"):
-        policies[name] = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / name)
-    before = dict(policies["sft/policy"].named_parameters())
-    moved = [name for name, p in policies["merged"].named_parameters() if not torch.equal(p, before[name])]
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/merged")
+    before = dict(trainer.reference.named_parameters())
+    moved = [name for name, p in merged.named_parameters() if not torch.equal(p, before[name])]
     assert moved and all("proj" in name for name in moved)
-    rows = trainer.valid_rows
-    for one, two in zip(*(trainer.search_rows(m, rows, 5) for m in (trainer.actor, policies["merged"]))):
-        assert torch.allclose(one.float(), two.float(), atol=1e-4)
+    found = [trainer.search_rows(model, trainer.valid_rows, 5)[1] for model in (trainer.actor, merged)]
+    assert torch.allclose(*found, atol=1e-4)
 
 
 RUNS = {
@@ -414,8 +375,7 @@ RUNS = {
 def test_a_killed_run_ends_with_the_same_bytes(world, tmp_path, name):
     whole = {**world, **RUNS[name], "MAX_STEPS": 5, "RESUME": "yes", "OUTPUT_DIR": tmp_path / "whole"}
     started = time.time()
-    done = Program(ROOT / PATH, *words_of(whole), cwd=ROOT).wait()
-    assert done.returncode == 0, done.stderr
+    assert Program(ROOT / PATH, *words_of(whole), cwd=ROOT).wait().returncode == 0
     seconds = time.time() - started
     killed = {**whole, "OUTPUT_DIR": tmp_path / "killed"}
     moments = random.Random(name)
@@ -425,8 +385,7 @@ def test_a_killed_run_ends_with_the_same_bytes(world, tmp_path, name):
         with suppress(ProcessLookupError):  # it has ended
             program.send_signal(9)
         program.wait()
-    done = Program(ROOT / PATH, *words_of(killed), cwd=ROOT).wait()
-    assert done.returncode == 0, done.stderr
+    assert Program(ROOT / PATH, *words_of(killed), cwd=ROOT).wait().returncode == 0
     one, two = tmp_path / "whole", tmp_path / "killed"
     assert without_clock(one / "logs/metrics.jsonl") == without_clock(two / "logs/metrics.jsonl")
     for pattern in (
@@ -452,26 +411,15 @@ def test_a_run_continues_in_another_folder_and_sft_alone_is_continued_by_grpo(ma
     assert len({path.read_bytes() for path in weights}) == 1
     tables = [(tmp_path / name / "eval_test.json").read_text() for name in ("one", "two", "three")]
     assert len(set(tables[:2])) == 1
-    old = make(OUTPUT_DIR=str(tmp_path / "one"))  # a new run moves the files of the old one aside
-    old.train()
-    (moved,) = tmp_path.glob("one_old_*")
-    assert {"best", "sft", "logs", "eval_test.json", last} <= {path.name for path in moved.iterdir()}
-
-
-# ---------------------------------------------------------------- wrong input
 
 
 BAD = {
     "a misspelt constant": ({"RULE_WEIGTH": 1}, {}, "such as RULE_WEIGHT"),
     "a text for a number": ({"MAX_STEPS": "many"}, {}, "MAX_STEPS takes a value such as 150"),
     "a missing file": ({"TRAIN_FILE": "nowhere.csv"}, {}, "TRAIN_FILE = 'nowhere.csv' cannot be read"),
-    "another column": ({"TARGET_COLUMN": "item"}, {}, "line 2 (KeyError: 'item')"),
     "an unknown item": ({}, {"train.csv": [("u", ["i1"], "i99")]}, "line 2 (KeyError: 'i99')"),
     "an empty history": ({}, {"valid.csv": [("u", [], "i9")]}, "line 2 (ValueError: no history)"),
-    "unlike codes": ({}, {"index.json": '{"i1": ["a"], "i2": ["a", "b"]}'}, "same number of codes"),
-    "equal codes": ({}, {"index.json": '{"i1": ["a"], "i2": ["a"]}'}, "2 items have the codes ('a',)"),
     "values of another catalogue": ({"VALUES_FILE": ROOT / "data/rec/values.npy"}, {}, "a row and a column"),
-    "no values": ({"VALUES_FILE": None}, {}, "VALUE_WEIGHT needs a VALUES_FILE"),
     "no model": ({"ACTOR_MODEL": "nowhere/at/all"}, {}, "ACTOR_MODEL=nowhere/at/all"),
     "titles without words": ({"TITLE_ROWS": 1.0}, {}, "does not know the titles' words"),
     "no checkpoint": ({"RESUME": "nowhere"}, {}, "RESUME = 'nowhere' is not"),
@@ -481,20 +429,14 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_wrong_input_is_one_line_and_exit_code_2(world, tmp_path, name, monkeypatch, capsys):
     constants, files, message = BAD[name]
-    for file, content in files.items():
-        if isinstance(content, str):
-            (tmp_path / file).write_text(content)
-        else:
-            write_csv(tmp_path / file, content)
+    for file, rows in files.items():
+        write_csv(tmp_path / file, rows)
     module = load(PATH)
     monkeypatch.setattr(sys, "argv", ["grpo_rec.py", *words_of({**world, **constants})])
     with pytest.raises(SystemExit) as ended:
         module.train_main()
     error = capsys.readouterr().err
     assert ended.value.code == 2 and message in error and len(error.strip().splitlines()) == 1
-
-
-# ---------------------------------------------------------------- the shipped data and the programs around it
 
 
 def test_the_shipped_data_is_what_its_program_makes(tmp_path):
@@ -511,14 +453,11 @@ def test_the_examples_rewards_by_hand(world, monkeypatch):
     vars(example.rec).update(world)
     example.rec_baselines.EPOCHS = 1
     trainer = example.Trainer()
-    rows = [{"history": [3, 1], "target": 4}]
-    items = torch.tensor([[4, 1, 9, 17]])  # first codes a_0, a_0, a_1, a_2
-    rewards = trainer.list_rewards(rows, items)
+    rewards = trainer.list_rewards([{"history": [3, 1], "target": 4}], torch.tensor([[4, 1, 9, 17]]))
+    # The first codes are a_0, a_0, a_1, a_2
     assert rewards["diversity"][0].tolist() == pytest.approx([2 / 3, 2 / 3, 1, 1])
-    scores = trainer.sasrec.scores([[3, 1]])[0, items[0]]
+    assert rewards["semantic"][0, 0].item() == pytest.approx(1)
+    scores = trainer.sasrec.scores([[3, 1]])[0, [4, 1, 9, 17]]
     assert torch.allclose(
         rewards["collaborative"][0], (scores - scores.min()) / (scores.max() - scores.min())
     )
-    assert rewards["semantic"][0, 0].item() == pytest.approx(1)
-    plain, _ = example.rec.RecTrainer.compute_rewards(trainer, rows, items)
-    assert torch.allclose(trainer.compute_rewards(rows, items)[0], plain + 0.3 * sum(rewards.values()))
