@@ -264,7 +264,10 @@ def write(folder, rows, longest, titles, codes, vectors):
     words.append(f"MAX_HISTORY={longest}")
     # As many training rows per optimizer step as have about 256 items to learn, a power of two
     learnt = np.mean([min(longest, len(items) - 1) for _, items in rows["train"]])
-    words.append(f"SFT_BATCH_SIZE={2 ** max(0, round(math.log2(256 / learnt)))}")
+    batch_size = 2 ** max(0, round(math.log2(256 / learnt)))
+    # About 1,250 steps of SFT, as in the default run, in 10 to 40 epochs. A third without a gain ends it
+    epochs = min(40, max(10, round(1250 * batch_size / len(rows["train"]))))
+    words += [f"SFT_BATCH_SIZE={batch_size}", f"SFT_EPOCHS={epochs}", f"SFT_PATIENCE={epochs // 3}"]
     words.append(f"GROUP_SIZE={min(16, len(titles))}")
     (folder / "words.txt").write_text("\n".join(words) + "\n")
 

@@ -154,11 +154,12 @@ def train_sasrec(sequences, valid_rows, items):
 
 
 def top_items(model, histories):
-    """Returns the best items after each history, (histories, EVAL_BEAMS)."""
+    """Returns the best items after each history, (histories, as many as the figures need)."""
     lists = []
+    count = max(20, rec.GROUP_SIZE)
     for first in range(0, len(histories), 512):
         scores = model.scores(histories[first : first + 512])
-        lists.append(scores.sort(dim=1, descending=True, stable=True).indices[:, : rec.EVAL_BEAMS])
+        lists.append(scores.sort(dim=1, descending=True, stable=True).indices[:, :count])
     return torch.cat(lists)
 
 

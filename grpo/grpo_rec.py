@@ -140,7 +140,7 @@ SCALE_REWARDS = "none"  # group | batch | none: whose standard deviation advanta
 CLIP_RANGE = 0.2  # gspo wants about 3e-4
 CLIP_RANGE_HIGH: float | None = None  # None: CLIP_RANGE. DAPO takes 0.28
 ENTROPY_COEF = 0.0
-KL_COEF = 1.5  # weight of the KL in the loss
+KL_COEF = 2.0  # weight of the KL in the loss
 KL_ESTIMATOR = "k2"  # k2 | k3, each with its own gradient
 REFERENCE_SYNC_STEPS = 0  # steps between moves of the reference towards the actor (2404.09656); 0: never
 REFERENCE_SYNC_ALPHA = 0.6  # reference = ALPHA * actor + (1 - ALPHA) * reference
@@ -1067,7 +1067,7 @@ def transitions(sequences):
 
 
 def baseline_lists(rows):
-    """Returns {baseline: best items (rows, EVAL_BEAMS)} of BASELINES_FILE; {} if it lacks one of the rows."""
+    """Returns {baseline: best items (rows, 20 or more)} of BASELINES_FILE; {} if it lacks one of the rows."""
     if not Path(BASELINES_FILE).exists():
         return {}
     arrays = dict(read_file("BASELINES_FILE", np.load))
