@@ -1,10 +1,12 @@
 """More rewards for lists of items: semantic, collaborative, diversity (generative recommendation, GRPO).
 
-Shows how a reward that needs numbers, or the whole list of a history, is added: compute_rewards() is overridden.
+Shows how a reward that needs numbers, or the whole list of a history, is added: compute_rewards() is
+overridden.
 - semantic: cosine of the item's and the target's titles (TF-IDF)
-- collaborative: the score of SASRec, which data/rec_baselines.py trains in a quarter of a minute, scaled to 0
-  to 1 within the list
-- diversity: the share of the list's other items that have another first code, the broadest group of INDEX_FILE
+- collaborative: the score of SASRec, which data/rec_baselines.py trains in a quarter of a minute, scaled to
+  0 to 1 within the list
+- diversity: the share of the list's other items that have another first code, the broadest group of
+  INDEX_FILE
 
 Change: the WEIGHTS, and list_rewards(). Look at coverage@10 beside ndcg@10 in logs/metrics.jsonl.
 

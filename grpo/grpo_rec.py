@@ -995,7 +995,6 @@ class Catalogue:
 
 
 def read_titles(path):
-    """Returns {item: title}."""
     lines = csv.reader(Path(path).read_text("utf-8").splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE)
     return {item: title for _, title, item in lines}
 

@@ -75,8 +75,7 @@ def words_of(constants):
 
 
 def plain_logprobs(trainer, model, history, item):
-    """Returns the log-probability of each code of an item: one row, no cache, the allowed codes by comparing
-    prefixes with the whole catalogue, float64."""
+    """Returns the log-probability of each code: one row, no cache, prefixes compared with all items', float64."""
     prompt = trainer.prompt(history)
     paths = trainer.trie.codes.tolist()
     result = []
@@ -369,14 +368,15 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_a_killed_run_ends_with_the_same_bytes(world, tmp_path, name):
     whole = {**world, **RUNS[name], "MAX_STEPS": 5, "RESUME": "yes", "OUTPUT_DIR": tmp_path / "whole"}
-    started = time.time()
     assert Program(ROOT / PATH, *words_of(whole), cwd=ROOT).wait().returncode == 0
-    seconds = time.time() - started
     killed = {**whole, "OUTPUT_DIR": tmp_path / "killed"}
-    moments = random.Random(name)
-    for _ in range(3):
+    metrics = tmp_path / "killed/logs/metrics.jsonl"
+    for count in sorted(random.Random(name).sample(range(2, 18), 3)):
         program = Program(ROOT / PATH, *words_of(killed), cwd=ROOT)
-        time.sleep(seconds * moments.uniform(0.3, 0.9))
+        while program.poll() is None and not (
+            metrics.exists() and len(metrics.read_text().splitlines()) >= count
+        ):
+            time.sleep(0.01)
         with suppress(ProcessLookupError):  # it has ended
             program.send_signal(9)
         program.wait()
@@ -451,7 +451,6 @@ def test_the_examples_rewards_by_hand(world, monkeypatch):
     example.rec_baselines.EPOCHS = 1
     trainer = example.Trainer()
     rewards = trainer.list_rewards([{"history": [3, 1], "target": 4}], torch.tensor([[4, 1, 9, 17]]))
-    # The first codes are a_0, a_0, a_1, a_2
     assert rewards["diversity"][0].tolist() == pytest.approx([2 / 3, 2 / 3, 1, 1])
     assert rewards["semantic"][0, 0].item() == pytest.approx(1)
     scores = trainer.sasrec.scores([[3, 1]])[0, [4, 1, 9, 17]]
