@@ -75,7 +75,7 @@ def words_of(constants):
 
 
 def plain_logprobs(trainer, model, history, item):
-    """Returns the log-probability of each code: one row, no cache, prefixes compared with all items', float64."""
+    """Returns the log-probability of each code: one row, no cache, prefixes compared with all, float64."""
     prompt = trainer.prompt(history)
     paths = trainer.trie.codes.tolist()
     result = []
