@@ -1,27 +1,29 @@
-"""Makes what grpo/grpo_rec.py trains on out of a plain log and the items' titles.
+"""Makes what grpo/grpo_rec.py trains on out of a plain log: who took what when, and what items are called.
 
-    python data/make_codes.py mine LOG=log.csv TITLES=titles.csv     # user,item,time and item,title
-    python grpo/grpo_rec.py STAGE=sft @mine/words.txt
+    python data/make_codes.py mine LOG=log.csv                       # columns user, item, timestamp, title
+    python data/make_codes.py mine LOG=log.csv TITLES=titles.csv     # user, item, timestamp; and item, title
+    python data/rec_baselines.py @mine/words.txt                     # other methods' lists, for comparison
+    python grpo/grpo_rec.py @mine/words.txt
 
-The folder gets train.csv, valid.csv, test.csv (a user, a history, the item that came next), index.json
-{item: codes}, items.txt (codes, title, item), vectors.npy (of the titles) and words.txt: what grpo_rec.py,
-sasrec.py, stitch.py and bench/rec_baselines.py are to be told. Further words: the constants below, KEY=VALUE.
+The folder gets train.csv, valid.csv, test.csv (a user, a history, the item that came next), index.json {item:
+codes}, items.txt (codes, title, item), vectors.npy (of the titles) and words.txt, the constants that
+grpo_rec.py needs. Further arguments: the constants below as KEY=VALUE.
 
-Splits. SPLIT=time, the default: the test asks for the last TEST_SHARE of all interactions, validation for
-the VALID_SHARE before them, what is older is trained on. So nothing that is trained on is later than what is
+Splits. SPLIT=time, the default: the test asks for the last TEST_SHARE of all interactions, validation for the
+VALID_SHARE before them, and what is older is trained on. So nothing that is trained on is later than what is
 asked, as where a recommender is used. SPLIT=last asks for each user's last item, and in validation for the
 one before: every user is asked for, but what others did later is trained on. It suits short logs. A user's
 interactions are ordered by time, equal times as in the log.
 
-Histories. words.txt tells grpo_rec.py a MAX_HISTORY of 10 to 50: HISTORY_SHARE of the rows that validation
-asks for have no longer history. A user's training rows end STRIDE items apart, by default MAX_HISTORY, so
-that each item is trained on once, in a window of that length.
+Histories. words.txt has a MAX_HISTORY of 10 to 50: HISTORY_SHARE of the rows that validation asks for have no
+longer history. A user's training rows end STRIDE items apart, by default MAX_HISTORY, so that each item is
+trained on once, in a window of that length.
 
 Codes. k-means cuts unit vectors of the titles into CODES groups. The next level cuts what is left of each
 (the vector minus its centre), and so on, LEVELS times. If two items have the same codes, every item gets one
 more: among equals 0 is the one bought most before validation. So items of a group are alike, and what is
 learnt of one is learnt of the others. Vectors: SVD of the TF-IDF of the titles' pieces of words, or the mean
-of a model's last hidden states (MODEL=folder, as sentence-transformers saves them, or a hub name).
+of a model's last hidden states (MODEL=folder or a hub name).
 """
 
 import csv
@@ -37,9 +39,11 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
+
+# constants
 LOG = "log.csv"
-TITLES = "titles.csv"
-USER, ITEM, TIME, TITLE = "user", "item", "time", "title"  # the columns
+TITLES = ""  # a csv file of items and titles; "": LOG has the titles
+USER, ITEM, TIME, TITLE = "user", "item", "timestamp", "title"  # the columns
 SPLIT = "time"  # time | last
 VALID_SHARE = 0.1
 TEST_SHARE = 0.1
@@ -58,14 +62,13 @@ WORDS = {  # of grpo_rec.py: what words.txt names in the folder
     "TEST_FILE": "test.csv",
     "INDEX_FILE": "index.json",
     "ITEM_FILE": "items.txt",
-    "VECTORS_FILE": "vectors.npy",
-    "SASREC_FILE": "sasrec.npz",
+    "BASELINES_FILE": "baselines.npz",
     "OUTPUT_DIR": "run",
 }
 
 
 class UserError(Exception):
-    """Something the user can mend, in one sentence."""
+    """Something that the user can correct, in one message."""
 
 
 def read_csv(constant, columns):
@@ -79,15 +82,10 @@ def read_csv(constant, columns):
                     raise UserError(f"{where}: it needs one column {name!r}; it has {reader.fieldnames}")
             rows = []
             for record in reader:
-                if None in record:
-                    fault = f"it has more than {len(reader.fieldnames)} fields, the number of columns"
-                    raise UserError(
-                        f"{where} line {reader.line_num}: {fault}: a text with commas needs quotes"
-                    )
                 cells = [" ".join((record[name] or "").split()) for name in columns]
-                if "" in cells:
-                    empty = columns[cells.index("")]
-                    raise UserError(f"{where} line {reader.line_num}: {empty} is empty; mend or delete it")
+                if "" in cells or None in record:  # None: more fields than columns
+                    fault = "a cell is empty, or a text with commas has no quotes"
+                    raise UserError(f"{where} line {reader.line_num}: {fault}: {list(record.values())}")
                 rows.append((reader.line_num, *cells))
     except (OSError, UnicodeError, csv.Error) as error:
         raise UserError(f"{where}: {error}") from None
@@ -96,50 +94,56 @@ def read_csv(constant, columns):
     return rows
 
 
-def moment(text, where):
-    """(seconds, True for a date)."""
+def seconds_of(text, where):
+    """Returns the seconds since 1970 of a number or a date."""
     try:
-        seconds = float(text)
+        if math.isfinite(float(text)):
+            return float(text)
     except ValueError:
-        seconds = math.nan
-    if math.isfinite(seconds):
-        return seconds, False
+        pass
     try:
         date = datetime.fromisoformat(text)
     except ValueError:
         takes = "it takes a number, such as seconds since 1970, or a date, such as 2024-03-01T12:30:00"
         raise UserError(f"{where}: {TIME} {text[:40]!r} cannot be read: {takes}") from None
-    return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp(), True
+    return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
+
+
+def read_titles():
+    """Returns {item: title}."""
+    titles = {}
+    constant = "TITLES" if TITLES else "LOG"
+    for line, item, title in read_csv(constant, (ITEM, TITLE)):
+        if titles.setdefault(item, title) != title:
+            raise UserError(f"{globals()[constant]} line {line}: item {item!r} has two titles: delete one")
+    return titles
 
 
 def read_log(titles):
-    """{user: [(seconds, item)] by time}."""
+    """Returns {user: [(seconds, item)] by time}."""
     events = defaultdict(list)
-    kinds = set()
     for line, user, item, time in read_csv("LOG", (USER, ITEM, TIME)):
         where = f"LOG = {LOG!r} line {line}"
         if item not in titles:
-            raise UserError(f"{where}: item {item!r} has no title in {TITLES}: add it, or delete the line")
-        seconds, is_date = moment(time, where)
-        kinds.add(is_date)
-        if len(kinds) > 1:
-            raise UserError(f"{where}: {TIME} {time!r}: dates and numbers are mixed; take one of them")
-        events[user].append((seconds, item))
-    return {user: sorted(some, key=lambda event: event[0])[-LONGEST:] for user, some in events.items()}
+            raise UserError(
+                f"{where}: item {item!r} has no title in {TITLES or LOG}: add it, or delete the line"
+            )
+        events[user].append((seconds_of(time, where), item))
+    return {user: sorted(pairs, key=lambda pair: pair[0])[-LONGEST:] for user, pairs in events.items()}
 
 
 def split_rows(events):
     """Returns {split: [(user, history with the item that came next at its end)]}, the MAX_HISTORY to train
     with, and {item: how often it was bought before validation begins}."""
-    seconds = sorted(second for some in events.values() for second, _ in some)
+    seconds = sorted(second for pairs in events.values() for second, _ in pairs)
     begins = [seconds[int(len(seconds) * (1 - share))] for share in (VALID_SHARE + TEST_SHARE, TEST_SHARE)]
     rows = {"train": [], "valid": [], "test": []}
     trained_items = {}
-    for user, some in events.items():
-        items = [item for _, item in some]
+    for user, pairs in events.items():
+        items = [item for _, item in pairs]
         count = len(items)
         if SPLIT == "time":
-            trained, known = (bisect_left(some, (begin,)) for begin in begins)
+            trained, known = (bisect_left(pairs, (begin,)) for begin in begins)
         else:
             trained, known = (count - 2, count - 1) if count > 2 else (count, count)
         trained_items[user] = items[:trained]
@@ -154,7 +158,7 @@ def split_rows(events):
         rows["train"] += [(user, items[:end]) for end in ends][::-1]
     bought = Counter(item for items in trained_items.values() for item in items)
     if not all(rows.values()):
-        found = ", ".join(f"{len(some)} for {name}" for name, some in rows.items())
+        found = ", ".join(f"{len(pairs)} for {name}" for name, pairs in rows.items())
         last = "of three interactions or more" if SPLIT == "last" else "that returned, or SPLIT=last"
         few = f"{len(seconds)} interactions of {len(events)} users give rows {found}"
         raise UserError(f"LOG = {LOG!r}: {few}, and it takes one of each: more users {last}")
@@ -177,7 +181,7 @@ def tfidf_vectors(texts):
     try:
         found = TfidfVectorizer(sublinear_tf=True, **pieces).fit_transform(texts)
     except ValueError:
-        raise UserError(f"TITLES = {TITLES!r}: no title has a word of three signs: give a MODEL") from None
+        raise UserError("no title has a word of three letters: give a MODEL") from None
     width = min(WIDTH, found.shape[1] - 1, len(texts))
     return TruncatedSVD(width, random_state=SEED).fit_transform(found) if width > 1 else found.toarray()
 
@@ -238,8 +242,8 @@ def make_codes(items, vectors, bought):
     for item, path in zip(items, zip(*paths)):
         same[path].append(item)
     codes = {}
-    for path, some in same.items():
-        for place, item in enumerate(sorted(some, key=lambda item: -bought[item])):
+    for path, members in same.items():
+        for place, item in enumerate(sorted(members, key=lambda item: -bought[item])):
             last = [place] if len(same) < len(items) else []
             codes[item] = [f"<{'abcdefghijkl'[n]}_{x}>" for n, x in enumerate([*path, *last])]
     return {item: codes[item] for item in items}
@@ -258,8 +262,13 @@ def write(folder, rows, longest, titles, codes, vectors):
     np.save(folder / "vectors.npy", vectors.astype(np.float32))
     words = [f"{key}={folder / name}" for key, name in WORDS.items()] + ["VALUES_FILE=None", "VALUE_WEIGHT=0"]
     words.append(f"MAX_HISTORY={longest}")
-    if len(titles) < 16:  # grpo_rec.py's GROUP_SIZE
-        words.append(f"GROUP_SIZE={len(titles)}")
+    # As many training rows per optimizer step as have about 256 items to learn, a power of two
+    learnt = np.mean([min(longest, len(items) - 1) for _, items in rows["train"]])
+    batch_size = 2 ** max(0, round(math.log2(256 / learnt)))
+    # About 1,250 steps of SFT, as in the default run, in 10 to 40 epochs. A third without a gain ends it
+    epochs = min(40, max(10, round(1250 * batch_size / len(rows["train"]))))
+    words += [f"SFT_BATCH_SIZE={batch_size}", f"SFT_EPOCHS={epochs}", f"SFT_PATIENCE={epochs // 3}"]
+    words.append(f"GROUP_SIZE={min(16, len(titles))}")
     (folder / "words.txt").write_text("\n".join(words) + "\n")
 
 
@@ -271,9 +280,8 @@ def apply_words(words):
     for word in words:
         key, _, text = word.partition("=")
         if key not in known:
-            near = difflib.get_close_matches(key.upper(), known, 1, 0.5)
-            hint = f"; did you mean {near[0]}?" if near else f": {', '.join(known)}"
-            raise UserError(f"{word!r} is not KEY=VALUE with a constant of this file{hint}")
+            near = difflib.get_close_matches(key.upper(), known, 1, 0.0)[0]
+            raise UserError(f"{word!r} is not KEY=VALUE with a constant of this file, such as {near}")
         try:
             globals()[key] = type(globals()[key])(text)
         except ValueError:
@@ -283,45 +291,34 @@ def apply_words(words):
     if not 0 < VALID_SHARE < 1 - TEST_SHARE < 1:
         shares = f"VALID_SHARE = {VALID_SHARE} and TEST_SHARE = {TEST_SHARE}"
         raise UserError(f"{shares} must be above 0, their sum below 1")
-    if not 1 <= LEVELS <= 11 or min(LONGEST, WIDTH) < 1 or min(STRIDE, MAX_HISTORY, CODES, SEED) < 0:
-        others = "LONGEST, WIDTH are 1 or more, STRIDE, MAX_HISTORY, CODES and SEED 0 or more"
-        raise UserError(f"LEVELS is 1 to 11; {others}")
-    if not 0 < HISTORY_SHARE <= 1:
-        raise UserError(f"HISTORY_SHARE = {HISTORY_SHARE} must be above 0 and at most 1")
+    if not 1 <= LEVELS <= 11:
+        raise UserError("LEVELS is 1 to 11")
 
 
 def main(words):
+    if words[:1] in (["-h"], ["--help"]):
+        print(__doc__ + Path(__file__).read_text().split("# constants\n")[1].split("WORDS =")[0])
+        return
     if not words or "=" in words[0]:
         raise UserError("the first word is the folder to write: make_codes.py mine LOG=log.csv TITLES=...")
     apply_words(words[1:])
     folder = Path(words[0]).resolve()
-    if len(str(folder).split()) > 1:
-        raise UserError(f"the folder {str(folder)!r} has a blank in its name, which words.txt cannot hold")
-    if folder.is_file():
-        raise UserError(f"the first word is the folder to write, and {folder} is a file")
-    for constant in ("LOG", "TITLES"):
-        path = Path(globals()[constant]).resolve()
+    for path in (Path(LOG).resolve(), Path(TITLES or LOG).resolve()):
         if path.parent == folder and path.name in (*WORDS.values(), "words.txt"):
-            raise UserError(f"{constant} = {str(path)!r} would be overwritten: name another folder to write")
-    titles = {}
-    for line, item, title in read_csv("TITLES", (ITEM, TITLE)):
-        if titles.setdefault(item, title) != title:
-            raise UserError(f"TITLES = {TITLES!r} line {line}: item {item!r} has two titles: delete one")
-    if len(titles) < 2:
-        raise UserError(f"TITLES = {TITLES!r} has one item: there is nothing to choose")
+            raise UserError(f"{path} would be overwritten: name another folder to write")
+    titles = read_titles()
     rows, longest, bought = split_rows(read_log(titles))
     vectors = (model_vectors if MODEL else tfidf_vectors)(list(titles.values()))
     vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
     codes = make_codes(list(titles), vectors, bought)
     write(folder, rows, longest, titles, codes, vectors)
     unseen = sum(items[-1] not in bought for _, items in rows["test"])
-    alike = len(titles) - len({tuple(some[:LEVELS]) for some in codes.values()})
-    counts = ", ".join(f"{len(some)} in {name}.csv" for name, some in rows.items())
-    print(
-        f"{len(titles)} items, {alike} told apart by their last code alone; rows: {counts}; "
-        f"{unseen} of the test's items were never bought in training; MAX_HISTORY={longest}\n"
-        f"python {ROOT}/grpo/grpo_rec.py STAGE=sft @{folder}/words.txt"
-    )
+    alike = len(titles) - len({tuple(path[:LEVELS]) for path in codes.values()})
+    counts = ", ".join(f"{len(pairs)} in {name}.csv" for name, pairs in rows.items())
+    print(f"{len(titles)} items, of which {alike} differ from another one by their last code alone")
+    print(f"rows: {counts}; {unseen} of the test's items were never taken in training; MAX_HISTORY={longest}")
+    for program in ("data/rec_baselines.py", "grpo/grpo_rec.py"):
+        print(f"python {ROOT}/{program} @{folder}/words.txt")
 
 
 if __name__ == "__main__":

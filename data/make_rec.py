@@ -44,7 +44,7 @@ SEED = 7
 DEPARTMENTS = 10
 SHELVES = 5  # a department
 PLACES = 10  # a shelf
-USERS = {"train": 4000, "valid": 500, "test": 500}
+USERS = {"train": 4000, "valid": 500, "test": 2000}
 LONGEST = 10  # items in a history
 SUCCESSORS = (1.0, 0.85, 0.7, 0.55)  # how well a shelf's four successors fit
 SAME_SHELF = 0.3
@@ -194,7 +194,7 @@ def make_long(folder):
     with open(folder / "titles.csv", "w", newline="") as file:
         csv.writer(file).writerows([("item", "title"), *enumerate(titles)])
     with open(folder / "log.csv", "w", newline="") as file:
-        csv.writer(file).writerows([("user", "item", "time"), *(event[:3] for event in log)])
+        csv.writer(file).writerows([("user", "item", "timestamp"), *(event[:3] for event in log)])
     ranks = np.array([event[3] for event in log[-len(log) // 10 :]])
     gains = np.where(ranks <= 10, 1 / np.log2(ranks + 1), 0)
     facts = {"seed": SEED, "interactions": len(log), "items": LONG_ITEMS, "users": LONG_USERS}

@@ -64,14 +64,14 @@ def test_an_out_is_refused_before_anything_was_measured(tmp_path):
         kept.read_results(tmp_path / "results.jsonl", [])
 
 
-@pytest.mark.parametrize("name", ["icl_rules", "rec_exploration", "icl_rewards"])
+@pytest.mark.parametrize("name", ["icl_rules", "icl_rewards"])
 def test_without_a_seed_a_benchmark_shows_its_help(name, monkeypatch):
     words = ["MAX_STEPS=1"]
     if name == "icl_rules":
         words = ["topics", *words]
     bench = load_script(f"bench/{name}.py")
     monkeypatch.setattr(sys, "argv", [name, *words])
-    arguments = [words] if name in ("rec_exploration", "icl_rewards") else []
+    arguments = [words] if name == "icl_rewards" else []
     with pytest.raises(SystemExit) as ended:
         bench.main(*arguments)
     assert ended.value.code == bench.__doc__
