@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TRAINERS = ("ppo/ppo.py", "grpo/grpo.py", "rce/rce.py")
+TRAINERS = ("ppo/ppo.py", "grpo/grpo.py", "rce/rce.py", "ppo/ppo_rag.py")
 OWN = set(
     "__init__ load_models train respond score score_responses compute_advantages update optimizer_step "
     "record policy_loss check_constants train_main".split()
