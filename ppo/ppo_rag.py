@@ -546,7 +546,7 @@ class CrossEncoder:
     def __init__(self):
         auto_class = transformers.AutoModelForSequenceClassification
         self.model = auto_class.from_pretrained(RERANKER, dtype=DTYPE).to(DEVICE)
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(RERANKER)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(RERANKER, padding_side="right")
         if self.model.config.num_labels != 1:
             raise UserError(f"RERANKER = {RERANKER!r} must have one label")
 
@@ -701,7 +701,7 @@ def system_digest(qa):
     facts = [GENERATOR, RERANKER, DTYPE, PROMPT, PARAGRAPH, CHAT_TEMPLATE, MAX_PROMPT_TOKENS, MAX_NEW_TOKENS]
     facts += [TITLE_WEIGHT, RERANK_DEPTH, COST == "seconds", qa.corpus]
     for part in filter(None, (qa, qa.reranker, qa.generator)):
-        facts.append(inspect.getsource(type(part)))
+        facts += map(inspect.getsource, filter(inspect.isfunction, vars(type(part)).values()))
         if hasattr(part, "model"):
             facts.append(getattr(part.model.config, "_commit_hash", None))  # of the hub; a folder has files
             for path in sorted(Path(part.model.name_or_path).glob("*.*")):
@@ -904,6 +904,7 @@ def draw_grid(folder, path, rules, names=None):
     records = [json.loads(line) for line in (folder / "logs/metrics.jsonl").read_text().splitlines()]
     names = names or list(dict.fromkeys(itertools.chain(*records)))[2:]  # after phase and step
     names = [name for name in names if len({r.get(name) for r in records} - {None}) > 1]  # it varies
+    lines = {}  # of the rules
     height = max(1, math.ceil(len(names) / 3))
     figure = Figure(figsize=(10, 2.3 * height + 0.8), layout="constrained")
     for number, name in enumerate(names, 1):
@@ -921,10 +922,9 @@ def draw_grid(folder, path, rules, names=None):
                 axis.plot(steps[window - 1 :], means, color="C0")
         for i, rule in enumerate(rules):
             if name in rules[rule]:
-                axis.axhline(rules[rule][name], color=f"C{i + 2}", linestyle="--", linewidth=1, label=rule)
+                lines[rule] = axis.axhline(rules[rule][name], color=f"C{i + 2}", linestyle="--", linewidth=1)
     figure.suptitle("blue: training, each step and rolling mean; orange: held out; dashed: rules", fontsize=9)
-    labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(*labels, loc="outside lower center", ncols=len(rules), fontsize=8)
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=len(rules), fontsize=8)
     figure.savefig(folder / path, dpi=110)
 
 
