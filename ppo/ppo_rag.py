@@ -445,10 +445,10 @@ class RAGTrainer:
             figures[name]["same"] = (best * probabilities)[rows].sum(1).mean().item()
         (self.run.folder / "test.json").write_text(json.dumps(figures, indent=1))
         self.run.log(
-            f"{len(rows)} test questions".ljust(18) + "".join(map("{:>12}".format, figures["policy"]))
+            f"{len(rows)} test questions".ljust(18) + "".join(map("{:>9.8}".format, figures["policy"]))
         )
         for name, numbers in figures.items():
-            self.run.log(f"{name:18}" + "".join(map("{:12.3f}".format, numbers.values())))
+            self.run.log(f"{name:18}" + "".join(map("{:9.3f}".format, numbers.values())))
         for row in rows[:3].tolist():
             record = self.table[row * len(self.actions) + int(best[row].argmax())]
             line = "{question!r}, k={top_k} T={temperature} rerank={rerank}: {response!r}, right: {answer!r}"

@@ -132,8 +132,8 @@ def test_a_step_has_the_gradient_and_the_metrics_of_the_formulas_in_float64(fake
     assert metrics == pytest.approx({name: x.item() for name, x in wanted.items()}, abs=1e-5)
     trainer.module.MAX_GRAD_NORM = 0.01
     trainer.optimizer_step(batch, torch.arange(4, 12))
-    norm = sum((parameter.grad**2).sum() for parameter in trainer.policy.parameters()) ** 0.5
-    assert norm.item() == pytest.approx(0.01, rel=1e-3)
+    norm = sum((p.grad**2).sum().item() for p in trainer.policy.parameters()) ** 0.5
+    assert norm == pytest.approx(0.01, rel=1e-3)
 
 
 def test_an_update_takes_each_episode_once_per_pass_at_the_schedules_rate(fake):
@@ -159,15 +159,15 @@ def test_an_update_takes_each_episode_once_per_pass_at_the_schedules_rate(fake):
 def test_the_reward_by_hand(fake):
     trainer = fake(EM_WEIGHT=2.0, COST_WEIGHT=0.1, COST_TOKENS=10.0, COST_PAIRS=2.0)
     table = {"question": ["q", "q"], "response": ["a red fox", "The fox!"], "answer": ["fox", ["dog", "fox"]]}
-    table |= {"tokens": [20, 30], "pairs": [0, 4], "seconds": [0.5, 2.0], "recall": [1.0, 0.5]}
-    table |= {"top_k": [1, 1], "temperature": [0.0, 0.0], "rerank": [0, 1]}
+    table |= {"tokens": [20, 30], "pairs": [0, 4], "seconds": [0.5, 2.0]}
+    table |= {name: [0.0, 1.0] for name in ("recall", "top_k", "temperature", "rerank")}
     found = trainer.compute_rewards(table)
     assert found["em"].tolist() == [0, 1] and found["f1"].tolist() == pytest.approx([2 / 3, 1])
     assert found["cost"].tolist() == [2, 5]
     assert found["reward"].tolist() == pytest.approx([0.5 * 2 / 3 - 0.2, 2 + 0.5 - 0.5])
     trainer.module.COST = "seconds"
     trainer.module.ROUGE_WEIGHT = 3.0
-    rouge = [0.5, 1.0]  # of three words one, of one word one; the better of two right answers
+    rouge = [0.5, 2 / 3]  # one of three, of two words is right, and one of one found
     wanted = [0.5 * 2 / 3 + 3 * rouge[0] - 0.05, 2 + 0.5 + 3 * rouge[1] - 0.2]
     assert trainer.compute_rewards(table)["reward"].tolist() == pytest.approx(wanted)
 
@@ -184,7 +184,6 @@ def test_the_figures_of_the_test_follow_from_the_table(rag, tmp_path):
         assert record["recall"] == np.mean([title in record["titles"] for title in record["gold"]])
     test, train = ([r["question"] for r in trainer.questions if r["split"] == x] for x in ("test", "train"))
     types = {row["question"]: row["type"] for row in trainer.questions}
-    assert len(test) == 16 and len(train) == 36
 
     def best_of(questions):
         totals = {name: sum(table[q][name]["reward"] for q in questions) for name in trainer.names}
@@ -209,10 +208,10 @@ def test_the_figures_of_the_test_follow_from_the_table(rag, tmp_path):
         assert figures[name]["interval"] == pytest.approx(1.96 * np.std(gains) / 4, abs=1e-5)
         assert figures[name]["same"] == np.mean([chosen["policy"][q] == actions[q] for q in test])
     answer, action = trainer.answer(test[0])
-    (name,) = [name for name, found in zip(trainer.names, trainer.actions) if found == action]
+    name = trainer.names[trainer.actions.index(action)]
     assert name == chosen["policy"][test[0]] and (action[1] > 0 or answer == table[test[0]][name]["response"])
-    everything = [record["reward"] for q in test for record in table[q].values()]
-    assert figures["random"]["reward"] == pytest.approx(np.mean(everything), abs=1e-5)
+    everything = np.mean([record["reward"] for q in test for record in table[q].values()])
+    assert figures["random"]["reward"] == pytest.approx(everything, abs=1e-5)
 
 
 def test_rules_know_no_reward_of_a_test_question(fake):
@@ -269,7 +268,9 @@ def test_greedy_answers_are_the_likeliest_tokens_and_all_tokens_are_counted(rag,
             written.append(int(generator.model(**inputs).logits[0, -1].argmax()))
         assert text == generator.tokenizer.decode(written, skip_special_tokens=True).strip()
         assert count == ids.shape[1] + sum(id != 0 for id in written)
-    assert generator.answers(prompts, 0.7) == generator.answers(prompts, 0.7)
+    sampled = generator.answers(prompts * 9, 2.0)
+    assert sampled == generator.answers(prompts * 9, 2.0)
+    assert len(set(sampled)) > 3  # equal prompts have unlike samples
 
 
 def test_a_prompt_has_the_most_paragraphs_that_fit_and_a_chat_template(rag, capsys):
@@ -298,7 +299,7 @@ def test_a_cross_encoder_sorts_by_its_score_and_two_labels_are_refused(rag, tmp_
     qa = module.QASystem(CORPUS)
     texts = list(map(module.paragraph_text, qa.ranked("Where was Mary born?", 1)))
     scores = qa.reranker.scores("Where was Mary born?", texts)
-    assert scores.tolist() == sorted(scores, reverse=True) and len(set(scores.tolist())) == 4
+    assert scores.tolist() == sorted(scores, reverse=True) and len({*scores.tolist()}) == 4
     assert qa.reranker.scores("Where was Mary born?", texts[2:3])[0] == pytest.approx(scores[2], abs=1e-5)
     config.num_labels = 2  # what transformers takes if a model has no head
     transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "ranker")
@@ -323,7 +324,7 @@ def test_only_missing_answers_are_made_and_half_a_line_is_made_again(fake, tmp_p
 def test_latency_is_the_cost_of_each_question_alone(fake):
     trainer = fake(COST="seconds", QUESTIONS_AT_ONCE=1, COST_WEIGHT=1000.0)
     assert len(trainer.qa.log) == 60 * 4 and {len(prompts) for prompts in trainer.qa.log} == {1}
-    em, seconds, reward = (trainer.metrics[name] for name in ("em", "seconds", "reward"))
+    em, seconds, reward = map(trainer.metrics.get, ("em", "seconds", "reward"))
     assert (seconds > 0).all() and torch.allclose(reward, 1.5 * em - 1000 * seconds, atol=1e-3)
 
 
@@ -387,10 +388,9 @@ ERRORS = [
 
 @pytest.mark.parametrize("files, word, says", ERRORS)
 def test_a_users_error_is_one_line(tmp_path, monkeypatch, capsys, files, word, says):
-    arguments = [f"OUTPUT_DIR={tmp_path}/run", word or f"DATASET={tmp_path}"]
     for name, text in (GOOD | (files or {})).items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(sys, "argv", [PATH, *arguments])
+    monkeypatch.setattr(sys, "argv", [PATH, f"OUTPUT_DIR={tmp_path}/run", word or f"DATASET={tmp_path}"])
     with pytest.raises(SystemExit) as end:
         load(PATH).train_main()
     (line,) = capsys.readouterr().err.strip().splitlines()
@@ -436,7 +436,8 @@ def test_a_signal_ends_the_run_after_its_step_and_saves(rag, tmp_path):
 def test_an_earlier_run_is_moved_aside_and_another_folder_continues_one(rag, tmp_path):
     rag(MAX_STEPS=0, draws=True).RAGTrainer().train()  # the table alone
     rag(RESUME="yes").RAGTrainer().train()
-    (tmp_path / "run/notes.txt").write_text("mine")
+    notes = tmp_path / "run/notes.txt"
+    notes.write_text("mine")
     samples = (tmp_path / "run/logs/samples.jsonl").read_bytes()
     best = (tmp_path / "run/best/policy/policy.pt").read_bytes()
     rag(OUTPUT_DIR=str(tmp_path / "other"), RESUME=str(tmp_path / "run/step_2")).RAGTrainer().train()
@@ -444,7 +445,6 @@ def test_an_earlier_run_is_moved_aside_and_another_folder_continues_one(rag, tmp
     rag().RAGTrainer().train()
     (old,) = tmp_path.glob("run_old_*")
     assert (old / "logs/samples.jsonl").read_bytes() == samples and (old / "step_6").exists()
-    assert (tmp_path / "run/logs/samples.jsonl").read_bytes() == samples
-    assert (tmp_path / "run/notes.txt").exists()
+    assert (tmp_path / "run/logs/samples.jsonl").read_bytes() == samples and notes.exists()
     with pytest.raises(ValueError, match="was trained with other actions"):
         rag(RESUME="yes", TOP_KS=(2, 3)).RAGTrainer()
