@@ -85,8 +85,7 @@ RUNS = {  # name: (trainer, its constants)
     "rag": (
         "ppo/ppo_rag.py",
         [
-            'DATASET={"path": "hotpotqa/hotpot_qa", "type": "hub", '
-            '"name": "distractor", "split": "validation"}',
+            f"DATASET={ROOT}/data/real/hotpotqa",  # python data/make_corpus.py validation data/real/hotpotqa
             "SAMPLE=200",
             "VALIDATION_QUESTIONS=40",
             "TEST_QUESTIONS=60",

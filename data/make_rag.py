@@ -19,7 +19,7 @@ The reader, a causal model, learns on *other* worlds: every few steps the facts 
 vocabulary, so it reads and cannot remember.
 
 Writes corpus.jsonl, questions.jsonl, reader/ and facts.json (sizes and seconds). What the reader is worth on
-it, `python ppo/ppo_rag.py BASELINE_ONLY=True` prints.
+it, `python ppo/ppo_rag.py MAX_STEPS=0` prints.
 """
 
 import json

@@ -5,9 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 from old import ROOT, load_script
-from transformers import PretrainedConfig
 
 # A program that writes into its OUTPUT_DIR, says how often it was started, and ends with the exit code of its
 # first argument
@@ -133,21 +131,6 @@ def test_bench_icls_grpo_starts_from_the_last_policy_of_rce():
     script = SimpleNamespace(ICLTrainer=Base, group_advantages=None)
     bench.make_trainer(script, ()).begin_grpo()
     assert calls == [{"reward": 1.0}, "begin"]
-
-
-def test_sb3_reads_what_our_policy_reads():
-    bench = load_script("bench/rag.py")
-    script = load_script("ppo/ppo_rag.py")
-    policy = script.Policy(PretrainedConfig(inputs=3, hidden_size=4, actions=[[1, 0.0, 0]]))
-    policy.mean.copy_(torch.tensor([1.0, 2.0, 3.0]))
-    policy.scale.copy_(torch.tensor([0.1, 1.0, 2.0]))
-    read = []
-    policy.first.register_forward_pre_hook(lambda module, inputs: read.append(inputs[0]))
-    table = SimpleNamespace(observations=torch.tensor([[9.0, 2.5, 3.0], [1.0, 0.0, -9.0]]))
-    policy(table.observations)
-    inputs = bench.network_inputs(SimpleNamespace(policy=policy, table=table))
-    assert torch.equal(inputs, read[0]) and inputs.max() == 5 and inputs.min() == -5
-    assert bench.split_words(["1", "MAX_STEPS=2", "3"]) == (["1", "3"], ["MAX_STEPS=2"])
 
 
 def test_answers_of_another_reader_are_not_reused():
