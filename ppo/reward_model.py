@@ -407,8 +407,12 @@ def load_trained(auto_class, path, saved):
     else:
         import peft  # slow
 
-        options = {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": "all-linear"}
         base = load_model(auto_class, path)
+        # The head, which may have several layers, is trained whole
+        names = [name for name, _ in base.named_children() if name != base.base_model_prefix]
+        heads = [name for name in names if list(base.get_submodule(name).parameters())]
+        options = {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": "all-linear"}
+        options |= {"modules_to_save": heads, "exclude_modules": rf"({'|'.join(heads)})(\..+)?"}
         model = peft.get_peft_model(base, peft.LoraConfig(**options, task_type="SEQ_CLS"))
         if saved:
             peft.set_peft_model_state_dict(model, peft.load_peft_weights(saved, "cpu"))

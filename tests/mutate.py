@@ -134,7 +134,8 @@ def main(file, *names):
     ):
         importlib.import_module(name)  # once, for all forks
     text = (ROOT / file).read_text()
-    test = f"tests/test_{Path(file).stem}.py"
+    stem = Path(file).stem
+    test = f"tests/test_{'preferences' if stem in ('reward_model', 'dpo') else stem}.py"
     planted = mutants(text, names)
     print(f"{len(planted)} mutants of {file}, {test}", flush=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -454,7 +454,6 @@ WRONG = {
     "a column": (f"TRAIN_DATASETS=[{{'path':'{TINY}/pairs.jsonl',{COLUMNS}}}]", "'prompt': 'q'"),
     "a file": (f"TRAIN_DATASETS=[{{'path':'no.jsonl',{COLUMNS}}}]", "FileNotFoundError"),
     "a model": ("ACTOR_MODEL=nowhere", "_MODEL=nowhere"),
-    "a constant": ("DTYPE=float16", "DTYPE is float32 or bfloat16"),
 }
 
 

@@ -305,6 +305,7 @@ def test_rows_that_cannot_be_trained_are_left_out_and_counted(make_rows, capsys)
 # ---------------------------------------------------------------- evaluation
 
 FILTERS = {"top_k": 2, "top_p": 0.1, "temperature": 0.01, "repetition_penalty": 5.0, "do_sample": True}
+FILTERS |= {"min_p": 0.9, "typical_p": 0.1, "no_repeat_ngram_size": 1, "num_beams": 2, "min_new_tokens": 20}
 
 
 @pytest.mark.parametrize("rank", [0, 2])
