@@ -61,7 +61,6 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
     print(__doc__ + Path(__file__).read_text().split("= constants\n")[1].split("\n# =====")[0])
     sys.exit()
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
 import filelock
 import numpy as np
 import torch
@@ -72,7 +71,6 @@ from tqdm import tqdm
 from transformers import DynamicCache as Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# The folder that holds rewards/
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir())
 sys.path.insert(0, str(ROOT))
 from rewards import UserError, call_reward, find_function
@@ -427,6 +425,7 @@ class RecTrainer:
         out_of_patience = 0 < patience <= self.state.evaluations_without_gain
         return self.run.signal or out_of_patience or self.state.step >= last_step
 
+    # differs: two stages, which have rows of their own
     def next_rows(self, rows, count):
         """Begins a step and returns its rows, fewer at the end of an epoch. Each epoch has its own order."""
         state = self.state
@@ -1119,7 +1118,7 @@ class Run:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.lock.acquire(timeout=0)  # fails if another run writes into OUTPUT_DIR
         self.checkpoint = choose_checkpoint(self.folder, resume)
-        print(f"Loading {ACTOR_MODEL}; writing to {self.folder}", flush=True)
+        print(f"Writing to {self.folder}; loading the models", flush=True)
 
     def on_signal(self, number, frame):
         """Ctrl-C and SIGTERM end the run after the current step; a second one ends it at once."""
@@ -1139,9 +1138,9 @@ class Run:
             file = open(self.folder / "logs" / name, "a", buffering=1)
             file.truncate(min(file.tell(), state.log_sizes.get(name, 0)))
             self.logs[name] = file
-        facts = {"constants": constants(), "torch": torch.__version__}
+        facts = {"file": __file__, "torch": torch.__version__}
         config = self.folder / "training_config.json"
-        config.with_suffix(".tmp").write_text(json.dumps(facts, indent=1))
+        config.with_suffix(".tmp").write_text(json.dumps(facts | {"constants": constants()}, indent=1))
         config.with_suffix(".tmp").rename(config)
         if USE_WANDB:
             import wandb  # slow
@@ -1163,11 +1162,12 @@ class Run:
             print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
         else:
             state.log_sizes = {}
-            for pattern in "logs/*.jsonl logs/training_*.log *.png *.json sft/policy".split():
+            names = "training_config.json eval_test.json sft/policy"
+            for pattern in f"logs/*.jsonl logs/training_*.log *_metrics_*.png {names}".split():
                 stale += self.folder.glob(pattern)
         if stale:  # best/ may be of a later step, or of the other run
             state.best_score = -math.inf
-            stale += self.folder.glob("best/policy")
+            stale += [path.parent for path in self.folder.glob("best/*/config.json")]
         for path in stale:
             moved = target / path.relative_to(self.folder)
             moved.parent.mkdir(parents=True, exist_ok=True)

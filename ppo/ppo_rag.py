@@ -53,7 +53,6 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
     print(__doc__ + Path(__file__).read_text().split("= constants\n")[1].split("\n# =====")[0])
     sys.exit()
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
 import bm25s
 import filelock
 import numpy as np
@@ -66,7 +65,6 @@ from sklearn.tree import DecisionTreeRegressor
 from torch.nn.functional import one_hot
 from tqdm import tqdm
 
-# The folder that holds rewards/
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir())
 sys.path.insert(0, str(ROOT))
 import rewards
@@ -781,7 +779,7 @@ class Run:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.lock.acquire(timeout=0)  # fails if another run writes into OUTPUT_DIR
         self.checkpoint = choose_checkpoint(self.folder, resume)
-        print(f"Loading {GENERATOR}; writing to {self.folder}", flush=True)
+        print(f"Writing to {self.folder}; loading the models", flush=True)
 
     def on_signal(self, number, frame):
         """Ctrl-C and SIGTERM end the run after the current step; a second one ends it at once."""
@@ -801,9 +799,9 @@ class Run:
             file = open(self.folder / "logs" / name, "a", buffering=1)
             file.truncate(min(file.tell(), state.log_sizes.get(name, 0)))
             self.logs[name] = file
-        facts = {"constants": constants(), "processes": 1, "torch": torch.__version__}
+        facts = {"file": __file__, "torch": torch.__version__}
         config = self.folder / "training_config.json"
-        config.with_suffix(".tmp").write_text(json.dumps(facts, indent=1))
+        config.with_suffix(".tmp").write_text(json.dumps(facts | {"constants": constants()}, indent=1))
         config.with_suffix(".tmp").rename(config)
         if USE_WANDB:
             import wandb  # slow
@@ -825,12 +823,14 @@ class Run:
             print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
         else:
             state.log_sizes = {}
-            for pattern in "logs best *_metrics_*.png test.json table.jsonl training_config.json".split():
+            names = "training_config.json test.json table.jsonl best/policy"
+            for pattern in f"logs/*.jsonl logs/training_*.log *_metrics_*.png {names}".split():
                 stale += self.folder.glob(pattern)
         for path in stale:
-            target.mkdir(exist_ok=True)
-            shutil.move(path, target)
-            print(f"Moved {path} to {target}", flush=True)
+            moved = target / path.relative_to(self.folder)
+            moved.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(path, moved)
+            print(f"Moved {path} to {moved}", flush=True)
 
     # differs: one process
     def close(self, state):

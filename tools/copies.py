@@ -23,7 +23,7 @@ TRAINERS = (
 )
 OWN = set(
     "__init__ load_models train respond score score_responses compute_advantages update optimizer_step "
-    "record policy_loss check_constants train_main make_row pair_losses".split()
+    "record policy_loss check_constants train_main make_row pair_losses test read_file".split()
 )
 
 
