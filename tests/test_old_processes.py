@@ -4,7 +4,7 @@ import pytest
 from old import ROOT, Processes
 
 
-@pytest.mark.parametrize("file", ["ppo/ppo_rag.py", "rce/rce_icl.py"])
+@pytest.mark.parametrize("file", ["rce/rce_icl.py"])
 def test_trainers_of_one_process_say_so(file, tmp_path):
     ended = Processes(2, ROOT / file, f"OUTPUT_DIR={tmp_path}/run").wait()
     assert [end.returncode for end in ended] == [2, 2]
