@@ -31,18 +31,14 @@ CORPUS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("cache"))
-
-
 @pytest.fixture
-def rag(tmp_path, cache):
+def rag(tmp_path, tmp_path_factory):
+    cache = str(tmp_path_factory.getbasetemp() / "rag_cache")
+
     def make(draws=False, **constants):
         words = SMALL | {"OUTPUT_DIR": str(tmp_path / "run"), "CACHE_DIR": cache, "RESUME": "no"}
         module = load(PATH, **{**words, **constants})
-        if not draws:
-            module.draw_grid = lambda *arguments: None
+        module.draw_grid = module.draw_grid if draws else lambda *arguments: None
         return module
 
     return make
@@ -52,9 +48,7 @@ class FakeSystem:
     """Answers right if a "plain" question has one paragraph, another one two."""
 
     def __init__(self, corpus):
-        self.corpus = corpus
-        self.reranker = None
-        self.log = []
+        self.corpus, self.reranker, self.log = corpus, None, []
         self.generator = SimpleNamespace(prompt=self.prompt, answers=self.answers, limit=9)
 
     def ranked(self, question, rerank):
@@ -150,7 +144,8 @@ def test_an_update_takes_each_episode_once_per_pass_at_the_schedules_rate(fake):
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(3e-4 * 0.75)
     assert [sorted(torch.cat(seen[n : n + 2]).tolist()) for n in (0, 2, 4)] == [list(range(16))] * 3
     train = trainer.splits["train"]
-    assert len(set(batch.rows.tolist())) == 16 and set(batch.rows.tolist()) <= set(train.tolist())
+    assert len(batch.rows.unique()) == 16 and set(batch.rows.tolist()) <= set(train.tolist())
+    assert len(batch.actions.unique()) > 2  # of four: sampled, for two kinds of questions
     assert torch.equal(batch.rewards, trainer.rewards[batch.rows, batch.actions])
     assert torch.equal(trainer.policy.mean, trainer.observations[train].mean(0))
 
@@ -161,8 +156,7 @@ def test_the_reward_by_hand(fake):
     table |= {"tokens": [20, 30], "pairs": [0, 4], "seconds": [0.5, 2.0]}
     table |= {name: [0.0, 1.0] for name in ("recall", "top_k", "temperature", "rerank")}
     found = trainer.compute_rewards(table)
-    assert found["em"].tolist() == [0, 1] and found["f1"].tolist() == pytest.approx([2 / 3, 1])
-    assert found["cost"].tolist() == [2, 5]
+    assert found["em"].tolist() == [0, 1] and found["cost"].tolist() == [2, 5]
     assert found["reward"].tolist() == pytest.approx([0.5 * 2 / 3 - 0.2, 2 + 0.5 - 0.5])
     trainer.module.COST = "seconds"
     trainer.module.ROUGE_WEIGHT = 3.0
@@ -216,13 +210,13 @@ def test_the_figures_of_the_test_follow_from_the_table(rag, tmp_path):
 
 def test_rules_know_no_reward_of_a_test_question(fake):
     trainer = fake()
-    rows = trainer.splits["test"]
-    trainer.observations = torch.rand(60, 5, generator=torch.Generator().manual_seed(0))
-    trainer.rewards = torch.rand(60, 4, generator=torch.Generator().manual_seed(1))
-    before = trainer.fit_rules()
-    trainer.rewards[rows] = 10 * trainer.rewards[rows].flip(1)
-    for name, probabilities in trainer.fit_rules().items():
-        assert torch.equal(before[name], probabilities) == (name != "oracle"), name
+    for seed in range(5):
+        torch.manual_seed(seed)
+        trainer.observations, trainer.rewards = torch.rand(60, 5), torch.rand(60, 4)
+        before = trainer.fit_rules()
+        trainer.rewards[trainer.splits["test"]] *= -10
+        for name, probabilities in trainer.fit_rules().items():
+            assert torch.equal(before[name], probabilities) == (name != "oracle"), name
 
 
 def test_ppo_finds_the_better_action_of_each_type(fake, tmp_path):
@@ -230,6 +224,18 @@ def test_ppo_finds_the_better_action_of_each_type(fake, tmp_path):
     figures = json.loads((tmp_path / "run/test.json").read_text())
     assert figures["policy"]["em"] == figures["oracle"]["em"] == figures["tree"]["em"] == 1
     assert figures["best_fixed"]["em"] < 0.7
+
+
+def test_best_is_the_policy_of_the_best_evaluation_and_is_tested(fake, tmp_path):
+    trainer = fake(MAX_STEPS=8, LEARNING_RATE=0.05)
+    first = deepcopy(trainer.policy)
+    trainer.evaluate = lambda: {"reward": -trainer.state.step}
+    trainer.train()
+    saved = torch.load(tmp_path / "run/best/policy/policy.pt")
+    assert str(saved) == str(first.state_dict()) != str(trainer.policy.state_dict())
+    tested = json.loads((tmp_path / "run/test.json").read_text())["policy"]["reward"]
+    one, two = (trainer.measure(trainer.splits["test"], trainer.choose(x)) for x in (first, trainer.policy))
+    assert one["reward"] == tested != two["reward"]
 
 
 def test_the_observation_entry_by_entry(rag):
@@ -337,7 +343,6 @@ def test_all_forms_of_a_folder_are_read_alike(rag, tmp_path, form):
     assert corpus == CORPUS and len(questions) == 20
     assert {q["answer"] for q in questions} == {"007"} and questions[0]["gold"] == ["Rudholm"]
     assert Counter(q["split"] for q in questions) == {"test": 5, "validation": 2, "train": 13}
-    assert len(rag(DATASET=str(tmp_path), SAMPLE=10).load_questions()[0]) == 10
 
 
 def test_a_list_has_several_right_answers_and_gold_may_be_missing(rag, tmp_path):
@@ -368,7 +373,7 @@ def test_hotpotqas_file_and_texts_become_a_folder(tmp_path):
     assert maker.from_hotpot([record]) == ([question], paragraphs)
     (tmp_path / "rules.md").write_text("We open at nine.\n\n# Fines\n\nTen cents\na day.\n \n\nNo more.")
     wanted = [("rules", "We open at nine."), ("Fines", "Ten cents\na day."), ("Fines", "No more.")]
-    assert maker.read_texts(tmp_path) == [{"title": title, "text": text} for title, text in wanted]
+    assert [(p["title"], p["text"]) for p in maker.read_texts(tmp_path)] == wanted
 
 
 GOOD = {"corpus.csv": "title,text\na,b\n", "questions.csv": "question,answer\nq,a\n"}
@@ -378,17 +383,16 @@ ERRORS = [
     ({"corpus.csv": 'title,text\na,"b\n'}, "", "corpus.csv: after 0 records: unexpected end of data"),
     ({"corpus.jsonl": "{}"}, "", "needs one of corpus.jsonl, corpus.csv and corpus.parquet"),
     ({}, "", "has 1 questions: that is too few"),
-    (None, "GENERATOR=/nowhere/model", "/nowhere/model"),
-    (None, "TOP_KS=(5,10)", "FIXED_ACTION is None or one of the actions"),
-    (None, "RERANKER=None", "RERANKS are 0 and, with a RERANKER, 1"),
-    (None, "COST=seconds", "COST = seconds needs QUESTIONS_AT_ONCE = 1"),
-    (None, "PROMPT=What?", "PROMPT contains {contexts} and {question}"),
+    ({}, "GENERATOR=/nowhere/model", "/nowhere/model"),
+    ({}, "TOP_KS=(5,10)", "FIXED_ACTION is None or one of the actions"),
+    ({}, "RERANKER=None", "RERANKS are 0 and, with a RERANKER, 1"),
+    ({}, "COST=seconds", "COST = seconds needs QUESTIONS_AT_ONCE = 1"),
 ]
 
 
 @pytest.mark.parametrize("files, word, says", ERRORS)
 def test_a_users_error_is_one_line(tmp_path, monkeypatch, capsys, files, word, says):
-    for name, text in (GOOD | (files or {})).items():
+    for name, text in (GOOD | files).items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(sys, "argv", [PATH, f"OUTPUT_DIR={tmp_path}/run", word or f"DATASET={tmp_path}"])
     with pytest.raises(SystemExit) as end:
@@ -398,7 +402,6 @@ def test_a_users_error_is_one_line(tmp_path, monkeypatch, capsys, files, word, s
 
 
 def test_a_killed_run_ends_with_the_same_bytes(tmp_path):
-    """Killed while it answers, trains, saves or tests; it answers all questions a second time."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = {**SMALL, "MAX_STEPS": 60, "SAVE_EVERY_N_STEPS": 5, "RESUME": "yes"}
 
@@ -421,16 +424,13 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path):
         assert (whole / name).read_bytes() == (killed / name).read_bytes(), name
     one, two = (torch.load(folder / "step_60/training_state.pt") for folder in (whole, killed))
     assert str(one["policy"]) == str(two["policy"]) and str(one["optimizer"]) == str(two["optimizer"])
-    one, two = (json.loads((folder / "test.json").read_text()) for folder in (whole, killed))
-    assert {k: x["gain"] for k, x in one.items()} == {k: x["gain"] for k, x in two.items()}
 
 
 def test_a_signal_ends_the_run_after_its_step_and_saves(rag, tmp_path):
     trainer = rag().RAGTrainer()
     trainer.rollout = lambda: os.kill(os.getpid(), signal.SIGTERM) or type(trainer).rollout(trainer)
     trainer.train()
-    assert trainer.run.signal == 15 and (tmp_path / "run/step_1").exists()
-    assert not (tmp_path / "run/test.json").exists()
+    assert (tmp_path / "run/step_1").exists() and not (tmp_path / "run/test.json").exists()
 
 
 def test_an_earlier_run_is_moved_aside_and_another_folder_continues_one(rag, tmp_path):
