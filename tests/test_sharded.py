@@ -20,16 +20,10 @@ OPTIONS = {
     "RESUME": "yes",
 }
 SAMPLED = {**OPTIONS, "MAX_EVAL_PROMPTS": 3, "EVAL_SAMPLES": 2}
+# Two processes get 12 responses in micro-batches of at most 5
+GROUPS = {"BATCH_SIZE": 3, "GROUP_SIZE": 4, "MICRO_BATCH_ROWS": 5, "KL_COEF": 0.1}
 RUNS = {
-    # Two processes get 12 responses in micro-batches of at most 5. All groups have unequal scores
-    "grpo/grpo.py": {
-        **SAMPLED,
-        "REWARD_FUNCTIONS": [("length_penalty", 0.1)],
-        "BATCH_SIZE": 3,
-        "GROUP_SIZE": 4,
-        "MICRO_BATCH_ROWS": 5,
-        "KL_COEF": 0.1,
-    },
+    "grpo/grpo.py": {**SAMPLED, **GROUPS, "REWARD_FUNCTIONS": [("length_penalty", 0.1)]},
     # Each update has one response, and so a filler for one process
     "ppo/ppo.py": {**SAMPLED, "BATCH_SIZE": 3, "GROUP_SIZE": 1, "MINI_BATCHES": 3, "GROUP_EPOCHS": 1},
     "ppo/sft.py": {**OPTIONS, "BATCH_SIZE": 1, "MAX_EVAL_ROWS": 3},
