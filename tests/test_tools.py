@@ -408,23 +408,38 @@ def test_bench_reals_posts_are_the_packages_in_another_order(tmp_path, monkeypat
 # ---------------------------------------------------------------- what anyone who copies the repository needs
 
 
-def test_every_package_that_is_imported_is_pinned():
-    text = (ROOT / "requirements.txt").read_text()
-    assert all(re.fullmatch(r"[\w-]+==[\w.]+", line) for line in text.splitlines())
-    pinned = {line.partition("==")[0].replace("-", "_") for line in text.splitlines()}
+def packages(path):
+    """Returns {package: what stands behind its name} of a file of requirements."""
+    lines = [line for line in (ROOT / path).read_text().splitlines() if line and not line.startswith("#")]
+    return dict(re.fullmatch(r"([\w-]+)([=<>].+)", line.replace("-", "_")).groups() for line in lines)
+
+
+def imported_packages(paths):
     names = {"sklearn": "scikit_learn", "PIL": "pillow", "safetensors": "transformers"}
     names["tokenizers"] = "transformers"
     imported = set()
-    for folder in ("ppo", "grpo", "rce", "rewards", "tools", "data"):
-        for path in (ROOT / folder).glob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Import):
-                    imported |= {alias.name.partition(".")[0] for alias in node.names}
-                elif isinstance(node, ast.ImportFrom):
-                    imported.add(node.module.partition(".")[0])
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(node.module.partition(".")[0])
     ours = {path.stem for path in ROOT.glob("*/*.py")} | {"rewards"}
-    imported = {names.get(name, name) for name in imported - ours - set(sys.stdlib_module_names)}
-    assert {"torch", "tqdm", "scipy"} <= imported <= pinned
+    return {names.get(name, name) for name in imported - ours - set(sys.stdlib_module_names)}
+
+
+def test_requirements_have_what_the_trainers_import_and_the_tested_versions_what_anything_imports():
+    names = "ppo/ppo ppo/sft ppo/reward_model grpo/grpo rce/rce rce/dpo rewards/__init__".split()
+    trainers = [ROOT / f"{name}.py" for name in names]
+    ranges, tested = packages("requirements.txt"), packages("requirements-dev.txt")
+    assert imported_packages(trainers) == ranges.keys()
+    folders = ("ppo", "grpo", "rce", "rewards", "tools", "data")
+    everything = [path for folder in folders for path in (ROOT / folder).glob("*.py")]
+    assert imported_packages(everything) <= tested.keys()
+    for name, version in tested.items():
+        assert version.startswith("==")
+        lowest = re.match(r">=([\d.]+)", ranges.get(name, ">=0"))[1]
+        assert [*map(int, lowest.split("."))] <= [*map(int, version[2:].split("."))]
 
 
 def test_git_keeps_the_page_of_the_checkpoints_and_nothing_else_of_them(tmp_path):

@@ -1,0 +1,130 @@
+"""tools/evaluate.py: the policy of any run, or of the hub, answers as in its run, and is scored."""
+
+import json
+import runpy
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import transformers
+from conftest import ROOT, TINY, load, read, small
+from program import Program
+
+LENGTHS = {"MAX_NEW_TOKENS": 24, "MAX_EVAL_PROMPTS": 3, "MAX_STEPS": 1}
+RUNS = {
+    "ppo/ppo.py": small("ppo/ppo.py", **LENGTHS),
+    "grpo/grpo.py": small("grpo/grpo.py", **LENGTHS, LORA_RANK=2, LEARNING_RATE=0.1),  # far from its start
+    "rce/rce.py": small("rce/rce.py", **LENGTHS),
+    "ppo/sft.py": {"MAX_NEW_TOKENS": 24, "MAX_EVAL_ROWS": 3, "MAX_STEPS": 1},
+    "rce/dpo.py": {"MAX_NEW_TOKENS": 24, "MAX_EVAL_PAIRS": 3, "MAX_STEPS": 1},
+}
+TOOL = SimpleNamespace(**runpy.run_path(str(ROOT / "tools/evaluate.py")))
+
+
+def run(program, *words, cwd=ROOT):
+    done = Program(ROOT / program, *words, cwd=cwd).wait()
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def train(path, folder):
+    run(path, *(f"{key}={value}" for key, value in {**RUNS[path], "OUTPUT_DIR": folder}.items()))
+
+
+def figures(printed):
+    """Returns {name: mean} of what the tool printed."""
+    return {line.split()[0]: float(line.split()[1]) for line in printed.splitlines()[1:]}
+
+
+def greedy_response(folder, prompt):
+    """Returns a response by transformers' own generate()."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    chat = [{"role": "user", "content": prompt}]
+    options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    inputs = tokenizer.apply_chat_template(chat, **options)
+    ids = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("path", RUNS)
+def test_a_policy_of_each_trainer_answers_as_in_its_run_and_every_response_is_written(tmp_path, path):
+    train(path, tmp_path)
+    for name in ("best", "step_1"):  # step_1 of grpo.py is an adapter
+        printed = run("tools/evaluate.py", tmp_path / name, "SAMPLES=4")
+        records = read(tmp_path / f"evaluation_{name}.jsonl")
+        assert [record["kind"] for record in records] == ["greedy"] * 3 + ["sampled"] * 12
+        for record in records[:3]:
+            assert record["response"] == greedy_response(tmp_path / name / "policy", record["prompt"])
+        means = figures(printed)
+        assert list(means) == ["greedy", "pass@1", "pass@2", "pass@4", "majority@4"]
+        for kind, figure in {"greedy": "greedy", "sampled": "pass@1"}.items():
+            correct = [record["correct"] for record in records if record["kind"] == kind]
+            assert means[figure] == pytest.approx(sum(correct) / len(correct), abs=6e-4)
+    if path == "grpo/grpo.py":
+        assert records[0]["response"] != greedy_response(TINY / "policy", records[0]["prompt"])
+
+
+def test_a_model_of_the_hub_takes_recipes(tmp_path):
+    shutil.copytree(TINY / "policy", tmp_path / "organisation/model")
+    data = {"path": str(TINY / "test.jsonl"), "type": "jsonl", "input": "problem", "output": "solution"}
+    (tmp_path / "recipe.txt").write_text(f"# a comment\nEVAL_DATASETS=[{data}]\nMAX_EVAL_PROMPTS=3\n")
+    words = ("organisation/model", "@recipe.txt", "MAX_NEW_TOKENS=24", "SAMPLES=2", "OUT=out.jsonl")
+    assert "pass@2" in figures(run("tools/evaluate.py", *words, cwd=tmp_path))
+    assert len(read(tmp_path / "out.jsonl")) == 3 + 3 * 2
+
+
+def test_a_function_in_the_file_of_the_trainer_decides(tmp_path):
+    (tmp_path / "rewards").symlink_to(ROOT / "rewards")
+    own = "\ndef own(prompts, responses, answers):\n    return [1.0] * len(responses)\n"
+    (tmp_path / "mine.py").write_text((ROOT / "grpo/grpo.py").read_text() + own)
+    config = {"file": str(tmp_path / "mine.py"), "constants": {"ACCURACY_FUNCTION": "own"}}
+    (tmp_path / "training_config.json").write_text(json.dumps(config))
+    module = TOOL.load_trainer(tmp_path)
+    assert TOOL.make_sampler(module, TINY / "policy").accuracy_function is module.own
+
+
+@pytest.mark.parametrize(
+    "function, texts, answer, wanted",
+    [
+        (
+            "exact_answer",
+            ["#### 7", "so #### 8", "#### 8.0", "8", "8", "8"],
+            "#### 8",
+            1,
+        ),  # no answer: no vote
+        ("exact_answer", ["#### 7", "#### 7", "#### 8"], "#### 8", 0),
+        ("last_number", ["It is 7.", "2 + 6 = 8", "8 apples"], "#### 8", 1),
+    ],
+)
+def test_majority_by_hand(function, texts, answer, wanted):
+    grpo = load("grpo/grpo.py")
+    trainer = grpo.GRPOTrainer.__new__(grpo.GRPOTrainer)
+    trainer.accuracy_function = grpo.find_function(function)
+    rows = [{"prompt": "?", "answer": answer, "columns": {}}] * (len(texts) + 1)
+    batch = SimpleNamespace(rows=rows, texts=["another prompt's", *texts], response_ids=[[1]] * len(rows))
+    correct = TOOL.judge(trainer, batch)[1:]
+    assert TOOL.majority(trainer, batch, slice(1, len(rows)), correct) == wanted
+
+
+def test_pass_at_k_and_intervals_by_hand():
+    assert TOOL.pass_at([1, 0, 0, 1], 2) == pytest.approx(5 / 6)  # 1 of 6 pairs has no correct one
+    assert TOOL.pass_at([0, 0, 1], 3) == 1
+    assert TOOL.interval([1] * 2 + [0] * 8) == pytest.approx((0.2, 0.0567, 0.5098), abs=1e-4)
+    assert TOOL.interval([0] * 10) == pytest.approx((0, 0, 0.2775), abs=1e-4)
+    assert TOOL.interval([0, 0.5, 1, 0.5]) == pytest.approx((0.5, 0.2152, 0.7848), abs=1e-4)  # as 4 of 8
+
+
+def test_what_cannot_be_scored_is_one_line(tmp_path):
+    (tmp_path / "training_config.json").touch()
+    policy = TINY / "policy"
+    for words, said in (
+        ((tmp_path / "step_9",), "holds no policy"),
+        (("no/model",), "no/model"),
+        ((policy, "MAX_NEW_TOKEN=5"), "MAX_NEW_TOKENS"),
+        ((policy, "EVAL_DATASETS=[]"), "EVAL_DATASETS"),
+        ((policy, "ACCURACY_FUNCTION=rouge_l", "MAX_EVAL_PROMPTS=2"), "0 or 1"),
+    ):
+        done = Program(ROOT / "tools/evaluate.py", *words, cwd=tmp_path).wait()
+        assert done.returncode == 2
+        assert said in done.stderr and len(done.stderr.strip().splitlines()) == 1
