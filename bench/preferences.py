@@ -1,206 +1,300 @@
-"""The path from preferences to a policy on the shipped world, for several seeds: SFT and a reward model; from
-the SFT policy best-of-n, DPO at two values of BETA, and PPO on the reward model with and without a KL
-penalty. Prints the held-out evaluations of each run, then true accuracy, KL from the SFT policy and learned
-score of each method, and draws them as checkpoints/preferences/preferences.png. Some 20 minutes of one core
-per seed; a run that is there is not repeated.
+"""The path from preferences to a policy, and simple rules beside it: the figures of docs/preferences.md.
 
-    python bench/preferences.py 1 2 3
+    python bench/preferences.py 1 2 3          # seeds, on the shipped world; some 20 minutes of one core each
+    python bench/preferences.py real 1 2 3     # MiniLM (bench/real.py get) on pairs of solutions of GSM8K
 
-DPO's KL is measured on samples of the policy itself, on the 200 held-out problems. PPO's KL is the one that
-the last training step before the evaluation logs: that of the policy before the step's update, on the step's
-training prompts.
+The shipped world: SFT; a reward model; from the SFT policy best of n, DPO at two values of BETA, and PPO on
+the reward model with and without a KL penalty. Answers to held-out problems are sampled and checked, scored
+by the reward model, and give the KL divergence from the SFT policy. Runs and the picture go to
+checkpoints/preferences; runs that are there are not repeated.
 """
 
 import json
 import math
+import os
+import random
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
+import transformers
 from kept import run_once
 from matplotlib.figure import Figure
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from scipy.stats import spearmanr
+from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV
 
 ROOT = Path(__file__).resolve().parents[1]
-OUT = ROOT / "checkpoints/preferences"
-KL_COEFS = {"PPO, KL_COEF = 0.1": 0.1, "PPO, no KL penalty": 1e-6}  # 1e-6: none, but the KL is logged
-BETAS = (0.1, 0.03)
-DPO_STEPS = (19, 38)
-NUM_SAMPLES = 16  # answers to each problem, of which the best is taken
-PROBLEMS = 200  # held-out ones
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "ppo")]
+import reward_model
 import rewards
+import sft
+
+OUT = ROOT / "checkpoints/preferences"
+GSM8K = ROOT.parent / "shared/data/gsm8k/example_model_solutions.jsonl"  # of openai/grade-school-math
+PROBLEMS = 200  # held-out ones
+CLASSIFIER = transformers.AutoModelForSequenceClassification
+LEARNED = ["REWARD_FUNCTIONS=[]", "REWARD_MODEL_WEIGHT=1.0", "MAX_STEPS=45"]
+METHODS = {  # run: (label, command words, steps whose checkpoints are measured)
+    "dpo_0.1": ("DPO, BETA = 0.1", ["rce/dpo.py", "BETA=0.1"], (19, 38)),
+    "dpo_0.03": ("DPO, BETA = 0.03", ["rce/dpo.py", "BETA=0.03"], (19, 38)),
+    "ppo_0.1": ("PPO, KL_COEF = 0.1", ["ppo/ppo.py", *LEARNED, "KL_COEF=0.1"], (15, 30, 45)),
+    "ppo_0": ("PPO, KL_COEF = 0", ["ppo/ppo.py", *LEARNED, "KL_COEF=0"], (15, 30, 45)),
+}
 
 
-def runs_of(seed):
-    """Returns {folder: command words} of one seed, in the order in which they need each other."""
-    policy, reward_model = OUT / f"sft_{seed}/best/policy", OUT / f"rm_{seed}/best/reward_model"
-    runs = {
-        f"sft_{seed}": ["ppo/sft.py"],
-        f"rm_{seed}": ["ppo/reward_model.py"],
-        f"dpo_{seed}": ["rce/dpo.py"],
-    }
-    for beta in BETAS:
-        words = ["rce/dpo.py", f"ACTOR_MODEL={policy}", f"BETA={beta}", f"SAVE_EVERY_N_STEPS={DPO_STEPS[0]}"]
-        words += ["EVAL_EVERY_N_STEPS=0", "ACCURACY_FUNCTION=None", "MAX_EVAL_PAIRS=100"]
-        runs[f"sft_dpo_{beta}_{seed}"] = words
-    for kl_coef in KL_COEFS.values():
-        words = ["ppo/ppo.py", f"ACTOR_MODEL={policy}", f"REWARD_MODEL={reward_model}", f"KL_COEF={kl_coef}"]
-        words += ["REWARD_FUNCTIONS=[]", "REWARD_MODEL_WEIGHT=1.0", "MAX_STEPS=45", "EVAL_EVERY_N_STEPS=15"]
-        runs[f"ppo_{kl_coef}_{seed}"] = [*words, "SAVE_EVERY_N_STEPS=0"]
-    return runs
+def run(name, seed, *words):
+    """Runs a trainer, unless the run is there. Returns the metrics of its evaluations, dicts."""
+    folder = OUT / f"{name}_{seed}"
+    seconds = -sum(os.times()[2:4])  # processor time of child processes
+    run_once([sys.executable, *words, f"SEED={seed}"], folder, cwd=ROOT, stdout=subprocess.DEVNULL)
+    seconds += sum(os.times()[2:4])
+    print(f"{name}, seed {seed}: {seconds:.0f} processor seconds (0: the run was there)", flush=True)
+    records = read_rows(folder / "logs/metrics.jsonl")
+    return [record for record in records if record.pop("phase") == "eval"]
 
 
-def evaluations(folder):
-    """Returns the held-out evaluations of a run, each with the KL per response of its training step."""
-    records = [json.loads(line) for line in (OUT / folder / "logs/metrics.jsonl").read_text().splitlines()]
-    kl = {0: 0.0}
-    for record in records:
-        if "kl" in record and record["phase"] == "train":
-            kl[record["step"]] = record["kl"] * record["response_length"]  # it is logged per token
-    return [{**r, "kl": kl.get(r["step"])} for r in records if r["phase"] == "eval"]
+def print_means(title, by_seed):
+    """Prints figures, a dict of each seed, as their mean (the least to the most)."""
+    print(title)
+    for key in by_seed[0]:
+        values = sft.column(by_seed, key)
+        print(f"    {key:32} {np.mean(values):.4g} ({min(values):.4g} to {max(values):.4g})", flush=True)
 
 
-# ---------------------------------------------------------------- what is measured of a policy
+def read_rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def answer_logprobs(model, ids, mask, num_prompt):
-    """Returns log pi of answers, (rows,), from ids (rows, T) with num_prompt ids of a prompt first."""
-    logits = model(ids, attention_mask=mask).logits[:, num_prompt - 1 : -1]
-    logprobs = logits.log_softmax(-1).gather(-1, ids[:, num_prompt:, None]).squeeze(-1)
-    return (logprobs * mask[:, num_prompt:]).sum(-1)
+def load(folder, auto_class=transformers.AutoModelForCausalLM):
+    return transformers.AutoTokenizer.from_pretrained(folder), sft.load_model(auto_class, folder)
+
+
+# ================================================================ rules and reward models on pairs
+
+
+def arithmetic_rule(problem, answer):
+    """Returns minus the faults that someone who knows the problems of data/tiny finds: wrong sums, steps too
+    many or too few, and a last line that is not the last step's result."""
+    *steps, last = answer.split("\n")
+    faults = abs(len(steps) + 1 - len(re.findall(r"\d+|double|triple|half|halve", problem)))
+    result = None
+    for step in steps:
+        x, sign, y, result = re.fullmatch(r"(\d+)([-+*])(\d+)=(\d+)", step).groups()
+        x, y = int(x), int(y)
+        faults += {"+": x + y, "-": x - y, "*": x * y}[sign] != int(result)
+    return -faults - (last != f"#### {result}")
+
+
+def logistic_scores(train, held_out, tokenize):
+    """Returns scores of the held-out answers by a logistic regression on counts of tokens and token pairs. It
+    is fitted to differences of training pairs; cross-validation on them chooses its penalty."""
+    vectorizer = CountVectorizer(tokenizer=tokenize, lowercase=False, token_pattern=None, ngram_range=(1, 2))
+    counts = vectorizer.fit_transform(train)
+    signs = np.where(np.arange(len(train) // 2) % 2, 1, -1)  # half of the pairs in reversed order
+    differences = (counts[::2] - counts[1::2]).multiply(signs[:, None]).tocsr()
+    model = LogisticRegression(fit_intercept=False, max_iter=5000)
+    search = GridSearchCV(model, {"C": np.logspace(-4, 2, 7)}, cv=5).fit(differences, signs)
+    return vectorizer.transform(held_out) @ search.best_estimator_.coef_[0]
 
 
 @torch.no_grad()
-def measure(policy, seed, num_samples):
-    """Returns {"accuracy", "score", "log_ratio"}, (PROBLEMS, num_samples): of answers that the policy
-    samples, whether each is right, its score by the learned reward model, and log pi - log pi_sft. Prompts
-    are padded on the left, which these models' relative positions allow."""
+def sequence_logprobs(model, rows):
+    """Returns log pi of the trained tokens of rows {"ids", "mask"}, (rows,)."""
+    logprobs, _ = sft.answer_logprobs(model, rows)
+    lengths = list(map(sum, sft.column(rows, "mask")))
+    return torch.stack([x.sum() for x in logprobs.split(lengths)])
+
+
+@torch.no_grad()
+def learned_scores(tokenizer, model, prompts, answers):
+    """Returns a reward model's scores of answers, (rows,)."""
+    pairs = zip(prompts, answers)
+    inputs = [reward_model.encode_scored(model, tokenizer, *pair) for pair in pairs]
+    batches = (inputs[first : first + 32] for first in range(0, len(inputs), 32))
+    return torch.cat([reward_model.answer_scores(model, tokenizer, batch) for batch in batches])
+
+
+def flat(pairs):
+    """Returns prompts and answers, two lists: of each pair the chosen one, then the rejected one."""
+    answers = [row[name] for row in pairs for name in ("chosen", "rejected")]
+    return [row["prompt"] for row in pairs for _ in range(2)], answers
+
+
+def pair_figures(train, held_out, reward_folder, policy_folder=None):
+    """Returns how often rules and a reward model order the held-out pairs rightly, and more of the model. If
+    there is a policy, it is one of the rules, and the pairs are those of data/tiny."""
+    tokenizer, model = load(reward_folder, CLASSIFIER)
+    prompts, answers = flat(held_out)
+    lengths = list(map(len, map(tokenizer.tokenize, answers)))
+    scores = {"the longer answer": lengths}
+    scores["logistic regression"] = logistic_scores(flat(train)[1], answers, tokenizer.tokenize)
+    if policy_folder:
+        _, policy = load(policy_folder)
+        end_ids = sft.find_end_ids(policy, tokenizer)
+        rows = [sft.encode_answer(tokenizer, *pair, end_ids) for pair in zip(prompts, answers)]
+        scores["the policy's log-probability"] = sequence_logprobs(policy, rows).numpy()
+        scores["arithmetic by hand"] = list(map(arithmetic_rule, prompts, answers))
+    scores["reward model"] = learned_scores(tokenizer, model, prompts, answers).numpy()
+    margins = {name: np.subtract(x[::2], x[1::2]) for name, x in scores.items()}
+    agreement = {name: 0.5 + 0.5 * np.sign(x) for name, x in margins.items()}  # 0.5 if the scores are equal
+    figures = {name: x.mean() for name, x in agreement.items()}
+    confidence = 1 / (1 + np.exp(-abs(margins["reward model"])))  # 0.5 to 1: that the order is right
+    bins = np.minimum((confidence - 0.5) * 10, 4).astype(int)
+    errors = np.bincount(bins, confidence - agreement["reward model"])  # sum over the pairs of each of 5 bins
+    figures["calibration error"] = abs(errors).sum() / len(held_out)
+    figures["Spearman of score and length"] = spearmanr(scores["reward model"], lengths).statistic
+    is_equal = margins["the longer answer"] == 0
+    figures["pairs of equal length"] = is_equal.sum()
+    return figures | {"reward model, on these": agreement["reward model"][is_equal].mean()}
+
+
+# ================================================================ sampled answers
+
+
+@torch.no_grad()
+def measure(policy, seed, num_samples=4):
+    """Returns {"kl", "accuracy", "score"}, (PROBLEMS, num_samples): of answers that a policy samples,
+    log pi - log pi_sft, whether each is right, and its score by the learned reward model."""
     torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(policy, padding_side="left")
-    actor = AutoModelForCausalLM.from_pretrained(policy).eval()
-    sft_policy = OUT / f"sft_{seed}/best/policy"
-    sft = AutoModelForCausalLM.from_pretrained(sft_policy).eval()
-    reward_folder = OUT / f"rm_{seed}/best/reward_model"
-    reward_model = AutoModelForSequenceClassification.from_pretrained(reward_folder).eval()
+    tokenizer, actor = load(OUT / policy / "policy")
+    _, sft_policy = load(OUT / f"sft_{seed}/best/policy")
+    scorer = load(OUT / f"rm_{seed}/best/reward_model", CLASSIFIER)
     options = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "max_new_tokens": 64}
-    results = {"accuracy": [], "score": [], "log_ratio": []}
-    lines = (ROOT / "data/tiny/test.jsonl").read_text().splitlines()[:PROBLEMS]
-    problems = [json.loads(line) for line in lines]
-    for first in range(0, PROBLEMS, 8):
-        rows = [row for row in problems[first : first + 8] for _ in range(num_samples)]
-        prompts = tokenizer([row["problem"] + "\n" for row in rows], return_tensors="pt", padding=True)
-        width = prompts["input_ids"].shape[1]
-        ids = actor.generate(prompts["input_ids"], attention_mask=prompts["attention_mask"], **options)
-        ended = (ids[:, width:] == tokenizer.eos_token_id).long().cumsum(-1)
-        is_answer = torch.cat([torch.ones_like(ended[:, :1]), (ended[:, :-1] == 0).long()], -1)
-        mask = torch.cat([prompts["attention_mask"], is_answer], -1)
-        ids = torch.where(mask == 1, ids, tokenizer.pad_token_id)
-        log_ratio = torch.zeros(len(rows))
-        if policy != sft_policy:
-            log_ratio = answer_logprobs(actor, ids, mask, width) - answer_logprobs(sft, ids, mask, width)
-        texts = tokenizer.batch_decode(ids[:, width:], skip_special_tokens=True)
-        solutions = [row["solution"] for row in rows]
-        right = torch.tensor(list(map(float, rewards.exact_answer([None] * len(rows), texts, solutions))))
-        scores = reward_model(ids, attention_mask=mask).logits[:, 0]
-        for key, values in (("accuracy", right), ("score", scores), ("log_ratio", log_ratio)):
-            results[key] += values.view(-1, num_samples).tolist()
-    return results
-
-
-def measured(folder, policy, seed, num_samples):
-    """Returns measure() of a policy of a run, best or step_N, as tensors. It is kept in the run's folder, so
-    that it goes when the run does."""
-    file = OUT / folder / f"samples_{policy}.json"
-    if not file.exists():
-        file.write_text(json.dumps(measure(OUT / folder / policy / "policy", seed, num_samples)))
-    return {key: torch.tensor(values) for key, values in json.loads(file.read_text()).items()}
+    results = {"kl": [], "accuracy": [], "score": []}
+    problems = np.repeat(read_rows(ROOT / "data/tiny/test.jsonl")[:PROBLEMS], num_samples).tolist()
+    for first in range(0, len(problems), 128):
+        texts, solutions = (sft.column(problems[first : first + 128], x) for x in ("problem", "solution"))
+        prompts = [sft.encode(tokenizer, text) for text in texts]
+        ids, mask = sft.pad_left(prompts, "cpu")
+        sampled = actor.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :].tolist()
+        rows = []
+        answers = tokenizer.batch_decode(sampled, skip_special_tokens=True)
+        for prompt, response in zip(prompts, sampled):
+            if tokenizer.eos_token_id in response:
+                response = response[: response.index(tokenizer.eos_token_id) + 1]
+            rows.append({"ids": prompt + response, "mask": [0] * len(prompt) + [1] * len(response)})
+        results["accuracy"] += rewards.exact_answer(texts, answers, solutions)
+        results["score"] += learned_scores(*scorer, texts, answers).tolist()
+        results["kl"] += sequence_logprobs(actor, rows) - sequence_logprobs(sft_policy, rows)
+    return {key: np.array(values, dtype=float).reshape(PROBLEMS, -1) for key, values in results.items()}
 
 
 def best_of(samples, n):
-    """Returns the mean accuracy and score of the answer with the best score among n, over all choices of n of
-    the samples: the i-th best of N is the best of (N - i choose n - 1) of them."""
+    """Returns a point of the answer with the best score among n: means over all choices of n of N samples,
+    in (N - i choose n - 1) of which the i-th best is the best."""
     total = samples["score"].shape[1]
-    order = samples["score"].argsort(-1, descending=True)
+    order = (-samples["score"]).argsort(1)
     weights = [math.comb(total - 1 - i, n - 1) / math.comb(total, n) for i in range(total)]
-    weights = torch.tensor(weights)
-    means = [
-        (samples[key].gather(-1, order) * weights).sum(-1).mean().item() for key in ("accuracy", "score")
-    ]
-    return {"kl": math.log(n) - (n - 1) / n, "accuracy": means[0], "score": means[1]}
+    point = {"kl": math.log(n) - (n - 1) / n}
+    for key in ("accuracy", "score"):
+        point[key] = (np.take_along_axis(samples[key], order, 1) @ weights).mean()
+    return point
 
 
 def curves(seed):
     """Returns {method: points {"kl", "accuracy", "score"}} of a seed; scores less that of the SFT policy."""
-    sft = measured(f"sft_{seed}", "best", seed, NUM_SAMPLES)
-    start = best_of(sft, 1)
-    found = {"best of n = 1, 2, ... 16": [best_of(sft, 2**i) for i in range(5)]}
-    for beta in BETAS:
-        points = [start]
-        for step in DPO_STEPS:
-            samples = measured(f"sft_dpo_{beta}_{seed}", f"step_{step}", seed, 4)
-            point = {"kl": samples["log_ratio"].mean().item(), "accuracy": samples["accuracy"].mean().item()}
-            points.append({**point, "score": samples["score"].mean().item()})
-        found[f"DPO, BETA = {beta}"] = points
-    for label, kl_coef in KL_COEFS.items():
-        points = [start]
-        for record in evaluations(f"ppo_{kl_coef}_{seed}")[1:]:
-            point = {"kl": record["kl"], "accuracy": record["accuracy_sampled"], "score": record["reward"]}
-            points.append(point)
-        found[label] = points
-    for points in found.values():
-        for i, point in enumerate(points):
-            points[i] = {**point, "score": point["score"] - start["score"]}
-    return found
+    samples = measure(f"sft_{seed}/best", seed, 16)
+    lines = {"best of n": [best_of(samples, n) for n in (1, 2, 4, 8, 16)]}
+    start = dict(lines["best of n"][0])
+    for name, (label, _, steps) in METHODS.items():
+        lines[label] = [dict(start)]
+        for step in steps:
+            samples = measure(f"{name}_{seed}/step_{step}", seed)
+            lines[label].append({key: x.mean() for key, x in samples.items()})
+    for points in lines.values():
+        for point in points:
+            point["score"] -= start["score"]
+    return lines
 
 
 def draw(by_seed):
     figure = Figure(figsize=(8.5, 4.0), layout="tight")
-    labels = {"accuracy": "true accuracy, sampled (200 held-out problems)"}
-    labels["score"] = "learned score, above that of SFT"
-    colors = {"best": "C2", "DPO, BETA = 0.3": "#c5b0d5", "DPO, BETA = 0.1": "C4", "DPO": "#5b2a86"}
-    colors |= {"PPO, KL": "C0", "PPO": "C3"}
+    labels = {"accuracy": "share of correct answers, sampled", "score": "learned score, above that of SFT"}
     for place, (key, y_label) in enumerate(labels.items(), 1):
         axis = figure.add_subplot(1, 2, place, xlabel="KL from the SFT policy (nats per response)")
-        axis.set_xscale("function", functions=(lambda x: x.clip(0) ** 0.5, lambda x: x**2))
-        axis.set_xticks([0, 0.1, 0.5, 1, 2, 3, 5])
-        axis.set_ylabel(y_label, fontsize=9)
+        axis.set_ylabel(y_label)
+        axis.set_xscale("function", functions=(lambda x: np.maximum(x, 0) ** 0.5, np.square))
         axis.grid(alpha=0.3)
-        for method in by_seed[0]:
-            color = next(color for begin, color in colors.items() if method.startswith(begin))
-            lines = [[(max(0.0, p["kl"]), p[key]) for p in curve[method]] for curve in by_seed]
+        for method, color in zip(by_seed[0], ("C2", "C4", "#5b2a86", "C0", "C3")):
+            lines = [(sft.column(x, "kl"), sft.column(x, key)) for x in sft.column(by_seed, method)]
             for line in lines:
-                axis.plot(*zip(*line), "-", color=color, linewidth=0.7, alpha=0.35)
-            mean = torch.tensor(lines).mean(0).tolist()
-            axis.plot(*zip(*mean), "o-", color=color, markersize=4, linewidth=1.8, label=method)
+                axis.plot(*line, "-", color=color, linewidth=0.7, alpha=0.35)
+            axis.plot(*np.mean(lines, 0), "o-", color=color, markersize=4, label=method)
     figure.axes[1].legend(fontsize=8)
     figure.suptitle(f"From the SFT policy; thick: mean of {len(by_seed)} seeds, thin: each seed", fontsize=10)
     figure.savefig(OUT / "preferences.png", dpi=100)
 
 
-def main(seeds):
+def shipped(seeds):
+    evaluations = {name: [] for name in ("sft", "rm", "dpo", *METHODS)}
+    pairs = []
     for seed in seeds:
-        for folder, words in runs_of(seed).items():
-            command = [sys.executable, *words, f"SEED={seed}"]
-            run_once(command, OUT / folder, cwd=ROOT, stdout=subprocess.DEVNULL)
-            for record in evaluations(folder):
-                figures = {
-                    key: x for key, x in record.items() if isinstance(x, float) and "second" not in key
-                }
-                texts = [f"{key} {x:.3f}" for key, x in figures.items()]
-                print(f"{folder:18} step {record['step']:3}  " + "  ".join(texts), flush=True)
-    by_seed = [curves(seed) for seed in seeds]
+        policy, scorer = OUT / f"sft_{seed}/best/policy", OUT / f"rm_{seed}/best/reward_model"
+        evaluations["sft"].append(run("sft", seed, "ppo/sft.py"))
+        evaluations["rm"].append(run("rm", seed, "ppo/reward_model.py", f"BASE_MODEL={policy}"))
+        evaluations["dpo"].append(run("dpo", seed, "rce/dpo.py"))  # from the shipped policy
+        for name, (_, words, steps) in METHODS.items():
+            words = [*words, f"ACTOR_MODEL={policy}", f"SAVE_EVERY_N_STEPS={steps[0]}"]
+            if "ppo/ppo.py" in words:
+                words += [f"REWARD_MODEL={scorer}", f"EVAL_EVERY_N_STEPS={steps[0]}"]
+            evaluations[name].append(run(name, seed, *words))
+        data = [read_rows(ROOT / "data/tiny" / name) for name in ("pairs.jsonl", "pairs_test.jsonl")]
+        pairs.append(pair_figures(*data, scorer, policy))
+    for name, by_seed in evaluations.items():
+        for records in zip(*by_seed):
+            print_means(name, records)
+    print_means("held-out pairs in the right order", pairs)
+    by_seed = list(map(curves, seeds))
     for method in by_seed[0]:
-        for number in range(len(by_seed[0][method])):
-            texts = []
-            for key in ("kl", "accuracy", "score"):
-                values = [curve[method][number][key] for curve in by_seed]
-                mean = sum(values) / len(values)
-                texts.append(f"{key} {mean:.3f} ({min(values):.3f} to {max(values):.3f})")
-            print(f"{method:26} point {number}  " + "  ".join(texts))
+        for points in zip(*sft.column(by_seed, method)):
+            print_means(method, points)
     draw(by_seed)
 
 
+# ================================================================ real text
+
+
+def solution_pairs(seed):
+    """Returns a right and a wrong solution of each problem of GSM8K for which models gave both."""
+    rng = random.Random(seed)
+    pairs = []
+    for record in read_rows(GSM8K):
+        solutions = {True: [], False: []}
+        for value in record.values():
+            if isinstance(value, dict):
+                solutions[value["is_correct"]].append(value["solution"])
+        if solutions[True] and solutions[False]:
+            pair = {"chosen": rng.choice(solutions[True]), "rejected": rng.choice(solutions[False])}
+            pairs.append({"prompt": record["question"], **pair})
+    return rng.sample(pairs, len(pairs))
+
+
+def real(seeds):
+    figures = []
+    for seed in seeds:
+        pairs = solution_pairs(seed)
+        parts = {"TRAIN_DATASETS": pairs[:500], "EVAL_DATASETS": pairs[500:]}
+        words = [f"BASE_MODEL={ROOT}/data/real/minilm", "LEARNING_RATE=5e-5", "NUM_EPOCHS=1", "BATCH_SIZE=8"]
+        for key, rows in parts.items():
+            path = OUT / f"gsm8k_{key}_{seed}.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            spec = {"path": str(path), "type": "jsonl"}
+            words.append(f"{key}={[spec | {name: name for name in ('prompt', 'chosen', 'rejected')}]}")
+        run("gsm8k", seed, "ppo/reward_model.py", *words, "EVAL_EVERY_N_STEPS=0")
+        figures.append(pair_figures(*parts.values(), OUT / f"gsm8k_{seed}/best/reward_model"))
+    print_means("held-out pairs of GSM8K in the right order", figures)
+
+
 if __name__ == "__main__":
-    main([int(word) for word in sys.argv[1:]] or [1, 2, 3])
+    OUT.mkdir(parents=True, exist_ok=True)
+    transformers.utils.logging.disable_progress_bar()
+    seeds = list(map(int, filter(str.isdecimal, sys.argv[1:])))
+    if "real" in sys.argv:
+        real(seeds)
+    else:
+        shipped(seeds)

@@ -1,15 +1,24 @@
-"""Speed side by side, in one process whose rounds alternate; one thread, processor seconds.
+"""Speed side by side, in rounds that alternate; one thread, processor seconds.
 
     python bench/speed.py old 7f640d6 grpo                 # steps 2 to 6 against an older commit's grpo.py
     python bench/speed.py old 7f640d6 ppo ACTOR_MODEL=data/real/smollm2 BATCH_SIZE=8 MAX_NEW_TOKENS=48
     python bench/speed.py rollout 20M                      # our sampling against transformers' generate
+    python bench/speed.py preferences                      # our SFT, reward model and DPO against trl's
+    python bench/speed.py preferences smollm2 dpo sft      # of one model, of two stages
 
 KEY=VALUE sets a constant on both sides. `rollout` samples 8 responses to each of 32 prompts, up to 64 tokens,
 with the tiny model, "20M" (a random Llama of 19.7 million parameters and 32,768 ids) or a folder.
+
+`preferences` needs an environment with bench/requirements-trl.txt, and has a process per measurement. Both
+sides read the same rows in the same micro-batches, in float32, without recomputed activations. Memory is the
+peak until the last step, of the whole process and beyond what it held after the imports. Both ask DPO's
+reference once, before training (trl: precompute_ref_log_probs), which is counted in. On a CPU trl computes
+logits of the prompts, too; here it scores the answers alone, as it does on a GPU.
 """
 
 import ast
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -25,7 +34,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "data/tiny/policy"
-WARM_UP = 2  # steps that are not counted; for preferences_speed.py
 ROUNDS = 3
 SHAPES = {
     "20M": {
@@ -38,6 +46,17 @@ SHAPES = {
         "max_position_embeddings": 2048,
     },
 }
+MODELS = {  # rows of SFT per micro-batch (pairs: half of it), steps after the first one, rounds
+    "tiny": (32, 8, 5),
+    "20M": (16, 3, 3),
+    "smollm2": (8, 2, 2),
+}
+STAGES = {  # our file, trainer and constant with the model; trl's trainer
+    "sft": ("ppo/sft.py", "SFTTrainer", "ACTOR_MODEL", "SFTTrainer"),
+    "reward_model": ("ppo/reward_model.py", "RewardModelTrainer", "BASE_MODEL", "RewardTrainer"),
+    "dpo": ("rce/dpo.py", "DPOTrainer", "ACTOR_MODEL", "DPOTrainer"),
+}
+ACCUMULATION = 2  # micro-batches per step
 
 
 def load(path):
@@ -152,8 +171,129 @@ def compare_with_generate(model="tiny"):
     show(model, theirs, ours)
 
 
+def write_preferences(path, stage, rows_per_step, steps):
+    """Writes chats of data/tiny, sorted by length within a step, as our trainers sort them."""
+    source, columns = "pairs.jsonl", {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
+    if stage == "sft":
+        source, columns = "demonstrations.jsonl", {"problem": "prompt", "solution": "completion"}
+    rows = [json.loads(line) for line in (ROOT / "data/tiny" / source).read_text().splitlines()]
+    with open(path, "w") as file:
+        for first in range(0, rows_per_step * steps, rows_per_step):
+            for row in sorted(rows[first : first + rows_per_step], key=lambda row: -len(str(row))):
+                chats = {}
+                for name, column in columns.items():
+                    role = "user" if column == "prompt" else "assistant"
+                    chats[column] = [{"role": role, "content": row[name]}]
+                file.write(json.dumps(chats) + "\n")
+
+
+def timed(method, seconds):
+    """Returns a method that also adds its processor seconds to a list."""
+
+    def call(*arguments):
+        started = time.process_time()
+        result = method(*arguments)
+        seconds.append(time.process_time() - started)
+        return result
+
+    return call
+
+
+def our_trainer(stage, model, data, size, folder, stamp, reference_seconds):
+    file, name, model_constant, _ = STAGES[stage]
+    script = load(ROOT / file)
+    stamp()
+    columns = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
+    if stage == "sft":
+        columns = {"input": "prompt", "output": "completion"}
+    settings = {"TRAIN_DATASETS": [{"path": data, "type": "jsonl", **columns}], "EVAL_DATASETS": []}
+    settings |= {"BATCH_SIZE": size, "GRADIENT_ACCUMULATION_STEPS": ACCUMULATION, "NUM_EPOCHS": 1}
+    settings |= {"LEARNING_RATE": 1e-5, "OUTPUT_DIR": f"{folder}/run"}
+    for key, value in {**settings, model_constant: model}.items():
+        assert key in script.constants(), key
+        setattr(script, key, value)
+    if stage == "dpo":
+        script.DPOTrainer.add_reference = timed(script.DPOTrainer.add_reference, reference_seconds)
+    trainer = getattr(script, name)("no")
+    record, rows = trainer.record, iter(trainer.train_rows)
+    trainer.next_rows = lambda: list(itertools.islice(rows, size * ACCUMULATION))
+    trainer.record = lambda *arguments: (record(*arguments), stamp())
+    return trainer
+
+
+def trl_trainer(stage, model, data, size, folder, stamp, reference_seconds):
+    import datasets
+    import transformers
+    import trl
+    import trl.trainer.utils
+
+    name = STAGES[stage][3]
+    trainer_class, config_class = getattr(trl, name), getattr(trl, name.replace("Trainer", "Config"))
+    stamp()
+    trl.trainer.utils._use_triton = lambda device: True  # logits of the answers alone
+    settings = {"per_device_train_batch_size": size, "gradient_accumulation_steps": ACCUMULATION}
+    settings |= {"num_train_epochs": 1, "train_sampling_strategy": "sequential", "learning_rate": 1e-5}
+    settings |= {"bf16": False, "use_cpu": True, "gradient_checkpointing": False, "output_dir": folder}
+    settings |= {"report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    if stage == "reward_model":
+        settings["center_rewards_coefficient"] = 0.01
+    if stage == "dpo":
+        settings["precompute_ref_log_probs"] = True
+        precompute = trainer_class._precompute_ref_logps
+        trainer_class._precompute_ref_logps = timed(precompute, reference_seconds)
+
+    class Stamp(transformers.TrainerCallback):
+        def on_step_end(self, *_, **__):
+            stamp()
+
+    rows = datasets.Dataset.from_list([json.loads(line) for line in open(data)])
+    return trainer_class(model, args=config_class(**settings), train_dataset=rows, callbacks=[Stamp()])
+
+
+def measure(side, stage, model, data, size):
+    """Trains once. Prints a line of JSON: processor seconds per step after the first, and memory in MiB."""
+    seconds, peaks, reference_seconds = [], [], []  # after the imports, and after each step
+
+    def stamp():
+        seconds.append(time.process_time())
+        peaks.append(int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024)
+
+    with tempfile.TemporaryDirectory() as folder:
+        make_trainer = {"ours": our_trainer, "trl": trl_trainer}[side]
+        make_trainer(stage, model, data, int(size), folder, stamp, reference_seconds).train()
+    steps = [end - start for start, end in itertools.pairwise(seconds[1:])]
+    step = statistics.median(steps) + sum(reference_seconds) / (len(steps) + 1)
+    print(json.dumps({"seconds": step, "peak memory": peaks[-1], "beyond imports": peaks[-1] - peaks[0]}))
+
+
+def compare_with_trl(*words):
+    if unknown := set(words) - {*MODELS, *STAGES}:
+        sys.exit(f"unknown: {', '.join(unknown)}\n{__doc__}")
+    table_head("a step: processor seconds, MiB", "trl", "ours", "ours / trl")
+    with tempfile.TemporaryDirectory() as folder:
+        random_model(f"{folder}/20M", "20M")
+        paths = {"tiny": TINY, "20M": f"{folder}/20M", "smollm2": ROOT / "data/real/smollm2"}
+        for model in [word for word in words if word in MODELS] or MODELS:
+            for stage in [word for word in words if word in STAGES] or STAGES:
+                rows, steps, rounds = MODELS[model]
+                size = rows if stage == "sft" else rows // 2
+                data = f"{folder}/data.jsonl"
+                write_preferences(data, stage, size * ACCUMULATION, steps + 1)
+                results = {"trl": [], "ours": []}
+                for number in range(rounds):
+                    for side in sorted(results, reverse=number % 2 == 1):
+                        arguments = side, stage, paths[model], data, str(size)
+                        command = [sys.executable, __file__, "measure", *arguments]
+                        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+                        results[side].append(json.loads(output.splitlines()[-1]))
+                for key in results["ours"][0]:
+                    sides = [[result[key] for result in side] for side in results.values()]
+                    show(f"{model}, {stage}, {key}", *sides)
+
+
 def main(what=None, *words):
     commands = {"old": compare_with_commit, "rollout": compare_with_generate}
+    commands |= {"preferences": compare_with_trl, "measure": measure}
     if what not in commands:
         sys.exit(__doc__)
     commands[what](*words)

@@ -141,3 +141,18 @@ def test_answers_of_another_reader_are_not_reused():
     for name, value in (("READER", "b"), ("DTYPE", "bfloat16"), ("MAX_ANSWER_TOKENS", 16)):
         assert key(SimpleNamespace(**{**constants, name: value}), "question") != known
     assert key(SimpleNamespace(**constants), "another question") != known
+
+
+# ---------------------------------------------------------------- speed.py
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward_model", "dpo"])
+def test_our_side_of_the_comparison_with_trl_measures_steps(stage, tmp_path, capsys):
+    bench = load_script("bench/speed.py")
+    data = str(tmp_path / "rows.jsonl")
+    bench.write_preferences(data, stage, rows_per_step=2, steps=3)
+    bench.measure("ours", stage, str(bench.TINY), data, size="1")
+    *lines, result = capsys.readouterr().out.splitlines()
+    assert sum("step 3/3" in line for line in lines) == 1
+    measured = json.loads(result)
+    assert measured["seconds"] > 0 and measured["peak memory"] > measured["beyond imports"] >= 0
