@@ -146,7 +146,6 @@ SAVE_EVERY_N_STEPS = 100  # 0: only before mining and after each stage
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 40  # 0: only before the first and after the last step of a stage
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better pick before the run ends; 0: all steps are run
-EARLY_STOPPING_THRESHOLD = 0.0  # a smaller gain does not count for EARLY_STOPPING_PATIENCE
 LOG_SAMPLES = 4  # lists per step written to samples.jsonl
 RESUME = "ask"  # ask (yes without a terminal) | yes | no | path of a checkpoint or a run
 OUTPUT_DIR = f"{ROOT}/checkpoints/rce_icl"
@@ -235,9 +234,8 @@ class Pointer(torch.nn.Module):
         self.question_norm = torch.nn.LayerNorm(HIDDEN_SIZE)
         self.candidate_norm = torch.nn.LayerNorm(HIDDEN_SIZE)
         self.cell = torch.nn.GRUCell(HIDDEN_SIZE, HIDDEN_SIZE)
-        self.output = torch.nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE)
+        self.output = torch.nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE, bias=False)
         torch.nn.init.zeros_(self.output.weight)
-        torch.nn.init.zeros_(self.output.bias)
         self.similarity_weight = torch.nn.Parameter(torch.tensor(1.0))
 
     def begin(self, inputs, num_lists):
@@ -563,7 +561,7 @@ class ICLTrainer:
         return np.array(column(scores, "accuracy"))
 
     def evaluate(self, questions=None, pick=None):
-        """Returns accuracies of the policy's picks, or of pick(questions, shots), on validation or on rows."""
+        """Returns accuracies of the policy's picks, or of pick(questions, shots), on validation or rows."""
         questions = questions or self.splits["validation"]
         metrics = {}
         for shots in range(1, SHOTS + 1):
@@ -593,14 +591,8 @@ class ICLTrainer:
         self.run.write("metrics.jsonl", phase="train", step=step, **metrics)
         for group in batch.groups[:LOG_SAMPLES]:
             question, record = group["question"], group["lists"][0]
-            sample = {
-                "step": step,
-                "id": question["id"],
-                "text": question["text"],
-                "golds": question["golds"],
-            }
-            shown = take(self.demos, record["shown"])
-            sample |= {**record, "shown": list(zip(column(shown, "text"), column(shown, "answer")))}
+            sample = {"step": step, "text": question["text"], "golds": question["golds"], **record}
+            sample["shown"] = [f"{x['text']} -> {x['answer']}" for x in take(self.demos, record["shown"])]
             self.run.write("samples.jsonl", **sample)
         eta = timedelta(seconds=round(metrics["seconds"] * (self.total_steps - step)))
         line = "{stage} epoch {epoch}: PL:{policy_loss:.4f} R:{reward:.2f} E:{entropy:.3f} "
@@ -617,14 +609,13 @@ class ICLTrainer:
         self.run.log(f"step {state.step}, validation: " + show(metrics))
         gain = metrics["accuracy"] - state.best_score
         state.evaluations_without_gain += 1
-        if gain > EARLY_STOPPING_THRESHOLD:
-            state.evaluations_without_gain = 0
-        elif state.evaluations_without_gain % 2 == 0:
-            state.halvings += 1
         if gain > 0:
+            state.evaluations_without_gain = 0
             state.best_score = metrics["accuracy"]
             self.best.load_state_dict(self.policy.state_dict())
             save_policy(self.best, self.run.folder / "best/policy")
+        elif state.evaluations_without_gain % 2 == 0:
+            state.halvings += 1
 
     def test(self):
         """Tests the best policy beside the rules and the oracle, the best mined list of at most so many."""
@@ -1043,8 +1034,8 @@ def load_model(auto_class, path):
 
 # differs: questions with gold answers, perhaps images and vectors
 def load_rows(spec):
-    """Returns the rows of a data set: id, text, golds, image (a path or None), asked (a number, equal for rows
-    that ask the same), and answer, the gold named most often, which a demonstration shows."""
+    """Returns the rows of a data set: id, text, golds, image (a path or None), asked (equal for rows that ask
+    the same), and answer, the gold named most often, which a demonstration shows."""
     rows = []
     where = f"the data set {spec}"
     try:
