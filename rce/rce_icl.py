@@ -84,14 +84,10 @@ from rewards import UserError, f1_score
 # and "split". "input", "output" and perhaps "image" (paths) name columns. An output may be a list of golds
 TRAIN_DATASET = {"path": f"{ROOT}/data/market/train.csv", "type": "csv"}
 TRAIN_DATASET |= {"input": "question", "output": "answer"}
-TEST_DATASET: dict | None = {
-    **TRAIN_DATASET,
-    "path": f"{ROOT}/data/market/test.csv",
-}  # None: a fifth of TRAIN
+# None: a fifth of TRAIN_DATASET is held out
+TEST_DATASET: dict | None = {**TRAIN_DATASET, "path": f"{ROOT}/data/market/test.csv"}
 GOLDS = "aliases"  # of a list of golds: aliases (the best counts) | annotators (VQA: one answer per person)
-VALIDATION_QUESTIONS = (
-    200  # of the training rows, at most a fifth, whatever SEED is; never trained on or shown
-)
+VALIDATION_QUESTIONS = 200  # of the training rows, at most a fifth: neither trained on nor shown
 TEST_QUESTIONS: int | None = 500  # the first ones; None: all
 
 # Reader: a folder or hub name of a causal or an image-text-to-text model
@@ -566,7 +562,7 @@ class ICLTrainer:
         metrics = {}
         for shots in range(1, SHOTS + 1):
             accuracies = self.accuracies(questions, (pick or self.pick)(questions, shots))
-            metrics[f"accuracy_of_{shots}"] = accuracies.mean().item()
+            metrics[f"accuracy@{shots}"] = accuracies.mean().item()
         return {"accuracy": np.mean(list(metrics.values())).item(), **metrics}
 
     def select(self, text, shots=SHOTS, image=None):
@@ -584,14 +580,12 @@ class ICLTrainer:
             likeliest = batch.logprobs.cpu().masked_fill(rewards.isinf(), -math.inf).argmax(1, keepdim=True)
             reward = rewards.gather(1, likeliest).mean()
         metrics |= {"epoch": batch.epoch, "learning_rate": batch.learning_rate, "reward": reward.item()}
-        metrics |= {
-            "best_reward": rewards.amax(1).mean().item(),
-            "seconds": time.perf_counter() - self.started,
-        }
+        metrics["best_reward"] = rewards.amax(1).mean().item()
+        metrics["seconds"] = time.perf_counter() - self.started
         self.run.write("metrics.jsonl", phase="train", step=step, **metrics)
-        for group in batch.groups[:LOG_SAMPLES]:
-            question, record = group["question"], group["lists"][0]
-            sample = {"step": step, "text": question["text"], "golds": question["golds"], **record}
+        for group, of_first in zip(batch.groups[:LOG_SAMPLES], rewards[:, 0].tolist()):
+            question, record = group["question"], {**group["lists"][0], "reward": of_first}
+            sample = {"step": step, "prompt": question["text"], "answer": question["golds"], **record}
             sample["shown"] = [f"{x['text']} -> {x['answer']}" for x in take(self.demos, record["shown"])]
             self.run.write("samples.jsonl", **sample)
         eta = timedelta(seconds=round(metrics["seconds"] * (self.total_steps - step)))
@@ -604,7 +598,6 @@ class ICLTrainer:
         """Logs what evaluate() returned. The policy with the highest accuracy is kept in best/."""
         state = self.state
         state.evaluation = metrics
-        metrics = {**metrics, "above_best_rule": metrics["accuracy"] - max(state.rules.values())}
         self.run.write("metrics.jsonl", phase="eval", step=state.step, **metrics)
         self.run.log(f"step {state.step}, validation: " + show(metrics))
         gain = metrics["accuracy"] - state.best_score
@@ -661,8 +654,8 @@ class ICLTrainer:
             torch.save(saved, tmp / "training_state.pt")
         for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
-        draw_grid(self.run.folder, "training_metrics_detailed.png")
-        draw_grid(self.run.folder, f"{Path(__file__).stem}_metrics_with_entropy.png", PANELS)
+        draw_grid(self.run.folder, "training_metrics_detailed.png", self.state.rules)
+        draw_grid(self.run.folder, "rce_icl_metrics_with_entropy.png", self.state.rules, PANELS)
 
     # differs: the policies are in training_state.pt
     def load_state(self, folder):
@@ -1253,7 +1246,8 @@ def atomic_folder(path):
     tmp.rename(path)
 
 
-def draw_grid(folder, path, names=None):
+# differs: the rules' accuracies are dashed lines
+def draw_grid(folder, path, rules, names=None):
     """Draws a panel per metric: each training step faint, their rolling mean, and the evaluations' points."""
     records = [json.loads(line) for line in (folder / "logs/metrics.jsonl").read_text().splitlines()]
     names = [name for name in names or dict.fromkeys(chain(*records)) if name not in ("phase", "step")]
@@ -1273,7 +1267,13 @@ def draw_grid(folder, path, names=None):
                 means = np.convolve(values, np.full(window, 1 / window), "valid")
                 axis.plot(steps, values, ".-", color="C0", alpha=0.25)
                 axis.plot(steps[window - 1 :], means, color="C0")
-    figure.suptitle("blue: training, each step and rolling mean; orange: held out", fontsize=9)
+        if name == "accuracy":
+            for color, (rule, accuracy) in enumerate(rules.items(), 2):
+                axis.axhline(accuracy, linestyle="--", color=f"C{color}", linewidth=1, label=rule)
+            axis.legend(fontsize=6)
+    figure.suptitle(
+        "blue: training, each step and rolling mean; orange: validation; dashed: rules", fontsize=9
+    )
     figure.savefig(folder / path, dpi=110)
 
 
