@@ -1,28 +1,27 @@
 """Makes the market: a small world in which the choice of demonstrations decides, and a reader for it.
 
-    python data/make_market.py                            # data/market/, in a few minutes on one core
+    python data/make_market.py                            # data/market/, about 4 minutes on one core
     python data/make_market.py SEED=2 OUT=/tmp/market     # another market
 
     Question: ida the baker from lund in may sees drum kite lamp rope
     Answer: kite sir
 
-Which of the four goods somebody takes, the first or the third, is decided by the guild of the trade. How the
-seller says it ("sir") is decided by the region of the town. Nothing in the data says which trade belongs to
-which guild, which town to which region, which place a guild takes, and which word a region says. Names, months
-and goods decide nothing: they make questions similar that have nothing in common.
+The guild of the trade decides which of the four goods somebody takes, such as the second. The region of the town
+decides how the seller says it, such as "sir". The data name neither guilds nor regions. Names, months and goods
+decide nothing: they make questions similar that have nothing in common.
 
-    table of the seed   guild -> place of the good     is seen in no answer, only in how it fits its question
-    table of the seed   region -> last word            is seen in the answer
+    table of the seed: guild -> place of the good    no answer shows it: "kite" may be first or last
+    table of the seed: region -> last word           each answer shows it
 
-So a demonstration of a customer of the same guild teaches the place, one of the same region teaches the word,
-and a good list has both. The reader, a Llama of 170,000 parameters, knows guilds and regions by heart. It knows
-no table: each sequence that it learns from has tables of its own, and its loss is on the answers, after 0 to 4
-demonstrations. Two auxiliary losses show it the way, or it would not find it in minutes: after its second
-layer, the good of an answer knows its place, and after its third the token before an answer knows which place
-comes next.
+So a demonstration of the same guild teaches the place, one of the same region teaches the word, and a good list
+has both. The reader is a Llama of 240,000 parameters. It knows guilds and regions by heart, and no table: each
+sequence that it learns from has tables of its own, and its loss is on the answers, after 0 to 4 demonstrations.
 
-Writes train.csv, validation and test questions being further rows of test.csv (question, answer, guild,
-region), and reader/ (model and tokenizer). Trainers read question and answer alone.
+Auxiliary losses show it the way; without them it does not find it in minutes. Around the answers, layer 1 must
+know the guild and the region of the question; layer 2, at the good of an answer, its place; layer 3, before an
+answer, the place that comes next.
+
+Writes train.csv and test.csv (question, answer, guild, region) and reader/ (model and tokenizer).
 """
 
 import csv
@@ -40,11 +39,18 @@ SEED = 1
 OUT = str(Path(__file__).resolve().parent / "market")
 TRAIN_ROWS = 2400
 TEST_ROWS = 1000
-STEPS = 3000
+STEPS = 1500
 BATCH = 64  # sequences per step
 EXAMPLES = 5  # in a sequence: the last one follows 4 demonstrations
 LEARNING_RATE = 2e-3
 AUXILIARY_WEIGHT = 0.5
+# Auxiliary losses: layer, places beside an answer's first token, and what it must know there
+AUXILIARY = [
+    (1, (-1, 0, 1), "guild"),
+    (1, (-1, 0, 1), "region"),
+    (2, (0,), "place"),
+    (3, (-1,), "place"),
+]
 
 GUILDS = {
     "food": "baker cook butcher brewer",
@@ -66,6 +72,7 @@ MONTHS = "january february march april may june july august september october no
 GOODS = "drum kite lamp rope bell clock coin comb cup fan glove hat key map pen ring".split()
 LAST_WORDS = "sir madam friend captain doctor chief master neighbour".split()
 PLACES = 4  # goods per question
+NUM_CLASSES = {"guild": len(GUILDS), "region": len(REGIONS), "place": PLACES}
 
 
 def make_tables(rng):
@@ -94,7 +101,9 @@ def write_rows(path, rng, count, tables):
         writer.writerow(["question", "answer", "guild", "region"])
         for _ in range(count):
             example = make_example(rng, list(GUILDS), list(REGIONS))
-            writer.writerow([example["question"], answer(example, tables), example["guild"], example["region"]])
+            writer.writerow(
+                [example["question"], answer(example, tables), example["guild"], example["region"]]
+            )
 
 
 # ---------------------------------------------------------------- the reader
@@ -132,8 +141,8 @@ def make_model(tokenizer):
 
 
 def make_batch(rng, tokenizer):
-    """Returns ids (BATCH, time), where the answers begin in it, (EXAMPLES,), and of each example the numbers of
-    its guild, region and place, (3, BATCH, EXAMPLES). Sequences are of some guilds and regions, so that
+    """Returns ids (BATCH, time), where the answers begin in it, (EXAMPLES,), and the numbers of each example's
+    guild, region and place, {name: (BATCH, EXAMPLES)}. A sequence is of a few guilds and regions, so that its
     examples match."""
     texts, facts = [], []
     for _ in range(BATCH):
@@ -143,17 +152,18 @@ def make_batch(rng, tokenizer):
         examples = [make_example(rng, guilds, regions) for _ in range(EXAMPLES)]
         texts.append("".join(f"Question: {x['question']}\nAnswer: {answer(x, tables)}\n\n" for x in examples))
         for x in examples:
-            facts.append([list(GUILDS).index(x["guild"]), list(REGIONS).index(x["region"]), tables[0][x["guild"]]])
+            numbers = list(GUILDS).index(x["guild"]), list(REGIONS).index(x["region"])
+            facts.append([*numbers, tables[0][x["guild"]]])
     ids = tokenizer(texts, return_tensors="pt")["input_ids"]
     length = ids.shape[1] // EXAMPLES  # all examples have as many tokens
-    return ids, torch.arange(EXAMPLES) * length + length - 3, torch.tensor(facts).view(BATCH, EXAMPLES, 3).permute(2, 0, 1)
+    facts = torch.tensor(facts).view(BATCH, EXAMPLES, 3)
+    return ids, torch.arange(EXAMPLES) * length + length - 3, dict(zip(NUM_CLASSES, facts.unbind(2)))
 
 
 def train_reader(rng, tokenizer):
     torch.manual_seed(rng.randrange(2**31))
     model = make_model(tokenizer)
-    sizes = [len(GUILDS), len(REGIONS), PLACES, PLACES]
-    heads = torch.nn.ModuleList(torch.nn.Linear(64, size) for size in sizes)
+    heads = torch.nn.ModuleList(torch.nn.Linear(64, NUM_CLASSES[fact]) for _, _, fact in AUXILIARY)
     parameters = [*model.parameters(), *heads.parameters()]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.98))
     started = time.process_time()
@@ -166,7 +176,7 @@ def train_reader(rng, tokenizer):
         logits = model.lm_head(output.last_hidden_state[:, answered - 1])
         loss = cross_entropy(logits.flatten(0, 1), ids[:, answered].flatten())
         auxiliary = 0.0
-        for head, layer, offsets, fact in zip(heads, (1, 1, 2, 3), ((-1, 0, 1), (-1, 0, 1), (0,), (-1,)), (0, 1, 2, 2)):
+        for head, (layer, offsets, fact) in zip(heads, AUXILIARY):
             for offset in offsets:
                 known = head(output.hidden_states[layer][:, starts + offset])
                 auxiliary += cross_entropy(known.flatten(0, 1), facts[fact].flatten()) / len(offsets)
@@ -178,7 +188,9 @@ def train_reader(rng, tokenizer):
             right = (logits.argmax(2) == ids[:, answered]).float().mean(0).view(EXAMPLES, 3)[:, :2]
             shown = "  ".join(f"{good:.2f} {word:.2f}" for good, word in right.tolist())
             seconds = time.process_time() - started
-            print(f"step {step}: good and word right after 0 to 4 demonstrations: {shown}  {seconds:.0f} s", flush=True)
+            print(
+                f"step {step}: good, word right after 0 to 4 examples: {shown}  {seconds:.0f} s", flush=True
+            )
     return model.eval()
 
 

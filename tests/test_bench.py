@@ -64,16 +64,13 @@ def test_an_out_is_refused_before_anything_was_measured(tmp_path):
         kept.read_results(tmp_path / "results.jsonl", [])
 
 
-@pytest.mark.parametrize("name", ["icl_rules", "rec_exploration", "icl_rewards"])
+@pytest.mark.parametrize("name", ["icl", "rec_exploration"])
 def test_without_a_seed_a_benchmark_shows_its_help(name, monkeypatch):
     words = ["MAX_STEPS=1"]
-    if name == "icl_rules":
-        words = ["topics", *words]
     bench = load_script(f"bench/{name}.py")
     monkeypatch.setattr(sys, "argv", [name, *words])
-    arguments = [words] if name in ("rec_exploration", "icl_rewards") else []
     with pytest.raises(SystemExit) as ended:
-        bench.main(*arguments)
+        bench.main(words)
     assert ended.value.code == bench.__doc__
 
 
@@ -107,34 +104,6 @@ def test_without_gsm8ks_file_its_place_is_named(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- others
 
 
-def test_bench_icl_takes_over_the_constants_of_a_run(tmp_path):
-    bench = load_script("bench/icl.py")
-    constants = {"SHOTS": 2, "EVAL_SHOTS": [1, 2], "SAMPLE_TEMPERATURES": [0.5], "GONE": 1}
-    constants |= {"OUTPUT_DIR": "x", "RESUME": "no", "STAGE": "train"}
-    (tmp_path / "training_config.json").write_text(json.dumps({"constants": constants}))
-    known = {**constants, "EVAL_SHOTS": (1, 2, 3, 4), "SEED": 1}
-    del known["GONE"]
-    script = SimpleNamespace(**known, constants=lambda: known)
-    found = bench.constants_of_run(tmp_path, script)
-    assert found == {"SHOTS": 2, "EVAL_SHOTS": (1, 2), "SAMPLE_TEMPERATURES": [0.5]}
-
-
-def test_bench_icls_grpo_starts_from_the_last_policy_of_rce():
-    bench = load_script("bench/icl.py")
-    calls = []
-
-    class Base:
-        def __init__(self):
-            self.run = SimpleNamespace(evaluation={"reward": 1.0}, save_best=calls.append)
-
-        def begin_grpo(self):
-            calls.append("begin")
-
-    script = SimpleNamespace(ICLTrainer=Base, group_advantages=None)
-    bench.make_trainer(script, ()).begin_grpo()
-    assert calls == [{"reward": 1.0}, "begin"]
-
-
 def test_sb3_reads_what_our_policy_reads():
     bench = load_script("bench/rag.py")
     script = load_script("ppo/ppo_rag.py")
@@ -148,13 +117,3 @@ def test_sb3_reads_what_our_policy_reads():
     inputs = bench.network_inputs(SimpleNamespace(policy=policy, table=table))
     assert torch.equal(inputs, read[0]) and inputs.max() == 5 and inputs.min() == -5
     assert bench.split_words(["1", "MAX_STEPS=2", "3"]) == (["1", "3"], ["MAX_STEPS=2"])
-
-
-def test_answers_of_another_reader_are_not_reused():
-    key = load_script("bench/icl_rules.py").answer_key
-    constants = {"READER": "a", "DTYPE": "float32", "MAX_ANSWER_TOKENS": 8}
-    known = key(SimpleNamespace(**constants), "question")
-    assert key(SimpleNamespace(**constants), "question") == known
-    for name, value in (("READER", "b"), ("DTYPE", "bfloat16"), ("MAX_ANSWER_TOKENS", 16)):
-        assert key(SimpleNamespace(**{**constants, name: value}), "question") != known
-    assert key(SimpleNamespace(**constants), "another question") != known
