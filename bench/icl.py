@@ -3,10 +3,10 @@
     for s in 1 2 3; do python rce/rce_icl.py SEED=$s OUTPUT_DIR=runs/icl_$s; done    # 90 s of one core each
     python bench/icl.py runs/icl_1 runs/icl_2 runs/icl_3 [PICTURE=docs/rce_icl.png]
 
-The table has accuracies on the test questions by number of demonstrations, least and greatest over the runs,
-and for the largest number what best/ has more, by run, with the standard error of the difference. In the market
-(data/make_market.py) another row says what a chooser gets that is told guild and region of all rows: it shows
-a row of both, or one of the question's guild and one of its region.
+The table has accuracies on the test questions by number of demonstrations, least and greatest over the
+runs, and for the largest number what best/ has more, by run, with the standard error of the difference. In
+the market (data/make_market.py) another row says what a chooser gets that is told guild and region of all
+rows: it shows a row of both, or one of the question's guild and one of its region.
 """
 
 import csv

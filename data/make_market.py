@@ -6,20 +6,21 @@
     Question: ida the baker from lund in may sees drum kite lamp rope
     Answer: kite sir
 
-The guild of the trade decides which of the four goods somebody takes, such as the second. The region of the town
-decides how the seller says it, such as "sir". The data name neither guilds nor regions. Names, months and goods
-decide nothing: they make questions similar that have nothing in common.
+The guild of the trade decides which of the four goods somebody takes, such as the second. The region of the
+town decides how the seller says it, such as "sir". The data name neither guilds nor regions. Names, months
+and goods decide nothing: they make questions similar that have nothing in common.
 
     table of the seed: guild -> place of the good    no answer shows it: "kite" may be first or last
     table of the seed: region -> last word           each answer shows it
 
-So a demonstration of the same guild teaches the place, one of the same region teaches the word, and a good list
-has both. The reader is a Llama of 240,000 parameters. It knows guilds and regions by heart, and no table: each
-sequence that it learns from has tables of its own, and its loss is on the answers, after 0 to 4 demonstrations.
+So a demonstration of the same guild teaches the place, one of the same region teaches the word, and a good
+list has both. The reader is a Llama of 237,000 parameters. It knows guilds and regions by heart, and no
+table: each sequence that it learns from has tables of its own, and its loss is on the answers, after 0 to 4
+demonstrations.
 
-Auxiliary losses show it the way; without them it does not find it in minutes. Around the answers, layer 1 must
-know the guild and the region of the question; layer 2, at the good of an answer, its place; layer 3, before an
-answer, the place that comes next.
+Auxiliary losses show it the way; without them it does not find it in minutes. Around the answers, layer 1
+must know the guild and the region of the question; layer 2, at the good of an answer, its place; layer 3,
+before an answer, the place that comes next.
 
 Writes train.csv and test.csv (question, answer, guild, region) and reader/ (model and tokenizer).
 """
@@ -141,17 +142,18 @@ def make_model(tokenizer):
 
 
 def make_batch(rng, tokenizer):
-    """Returns ids (BATCH, time), where the answers begin in it, (EXAMPLES,), and the numbers of each example's
-    guild, region and place, {name: (BATCH, EXAMPLES)}. A sequence is of a few guilds and regions, so that its
-    examples match."""
+    """Returns ids (BATCH, time), where the answers begin in it, (EXAMPLES,), and the numbers of each
+    example's guild, region and place, {name: (BATCH, EXAMPLES)}. A sequence is of a few guilds and regions,
+    so that its examples match."""
     texts, facts = [], []
     for _ in range(BATCH):
         guilds = rng.sample(list(GUILDS), rng.randint(1, 4))
         regions = rng.sample(list(REGIONS), rng.randint(1, 4))
         tables = make_tables(rng)
         examples = [make_example(rng, guilds, regions) for _ in range(EXAMPLES)]
-        texts.append("".join(f"Question: {x['question']}\nAnswer: {answer(x, tables)}\n\n" for x in examples))
+        texts.append("")
         for x in examples:
+            texts[-1] += f"Question: {x['question']}\nAnswer: {answer(x, tables)}\n\n"
             numbers = list(GUILDS).index(x["guild"]), list(REGIONS).index(x["region"])
             facts.append([*numbers, tables[0][x["guild"]]])
     ids = tokenizer(texts, return_tensors="pt")["input_ids"]
