@@ -473,7 +473,7 @@ class ICLTrainer:
     def mine(self, path, questions, shots):
         """Gives each question its "lists". A file, which comes from the checkpoint's folder, keeps them, one
         line per question: a killed run goes on."""
-        source = Path(self.run.checkpoint).parent / path.name
+        source = Path(self.run.checkpoint or path).parent / path.name
         text = source.read_text() if source.exists() else ""
         text = text[: text.rfind("\n") + 1]  # without half a line
         path.write_text(text)

@@ -1,0 +1,377 @@
+"""rce/rce_icl.py: formulas by hand, mining against all lists, rules, answers, resume, data, errors."""
+
+import csv
+import importlib
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, load, read, without_clock
+
+SMALL = {  # a run of seconds
+    "VALIDATION_QUESTIONS": 20,
+    "TEST_QUESTIONS": 20,
+    "MINE_QUESTIONS": 24,
+    "TEST_ORACLE": 4,
+    "RCE_EPOCHS": 2,
+    "GRPO_EPOCHS": 1,
+    "EVAL_EVERY_N_STEPS": 5,
+    "SAVE_EVERY_N_STEPS": 3,
+    "BATCH_SIZE": 16,
+    "RESUME": "no",
+}
+
+
+@pytest.fixture
+def icl(tmp_path):
+    """icl(KEY=value) returns a fresh module with small constants; it draws no pictures."""
+
+    def make(**constants):
+        module = load("rce/rce_icl.py", **{"OUTPUT_DIR": str(tmp_path / "run"), **SMALL, **constants})
+        module.draw_grid = lambda *arguments: None
+        return module
+
+    return make
+
+
+# ---------------------------------------------------------------- formulas, in float64
+
+
+def test_the_losses_by_hand(icl):
+    module = icl(TAU=0.5, CLIP_RANGE=0.2)
+    weights = module.rce_weights(torch.tensor([1.0, 0.0], dtype=torch.float64))
+    share = math.exp(2) / (math.exp(2) + 1)
+    assert weights.tolist() == pytest.approx([share, 1 - share], abs=1e-12)
+    both = torch.stack([weights, torch.tensor([1.0, 0.0])])  # the second group has one list; padding weighs 0
+    loss = module.rce_loss(torch.tensor([[-1.0, -3.0], [-2.0, 0.0]], dtype=torch.float64), both).item()
+    assert loss == pytest.approx((share * 1 + (1 - share) * 3 + 2) / 2, abs=1e-12)
+    assert module.group_advantages(torch.tensor([0.7, 0.7, 0.7], dtype=torch.float64)).tolist() == [0, 0, 0]
+    advantages = module.group_advantages(torch.tensor([3.0, 1.0], dtype=torch.float64)).tolist()
+    assert advantages == pytest.approx([1 / (2**0.5 + 1e-4), -1 / (2**0.5 + 1e-4)], abs=1e-12)
+    table = {(0.5, 1): -0.5, (1.1, 1): -1.1, (1.5, 1): -1.2, (0.5, -1): 0.8, (0.9, -1): 0.9, (1.5, -1): 1.5}
+    for (ratio, advantage), wanted in table.items():
+        logprob = torch.tensor([[math.log(ratio)]], dtype=torch.float64)
+        loss, rho = module.grpo_loss(logprob, torch.zeros(1, 1), torch.tensor([[float(advantage)]]))
+        assert (loss.item(), rho.item()) == pytest.approx((wanted, ratio), abs=1e-7)
+    logp, logq = torch.tensor([[0.2, 0.8, 1.0], [0.5, 0.5, 1.0]], dtype=torch.float64).log()
+    logp[2] = logq[2] = -1e9  # it cannot be chosen
+    wanted = 0.2 * math.log(0.2 / 0.5) + 0.8 * math.log(0.8 / 0.5)
+    assert module.choice_kl(logp, logq).item() == pytest.approx(wanted, abs=1e-12)
+    assert -module.choice_kl(logp, 0 * logq).item() == pytest.approx(
+        -0.2 * math.log(0.2) - 0.8 * math.log(0.8)
+    )
+
+
+def make_policy(module, pool=5, questions=2, size=6):
+    """Returns a policy with random weights, its inputs in float64, and the tensors that these are of."""
+    torch.manual_seed(0)
+    candidates = torch.randn(questions * pool, size, dtype=torch.float64)
+    rows = torch.arange(questions * pool).view(questions, pool)
+    vectors = torch.randn(questions, size - 2, dtype=torch.float64)
+    similarity = torch.rand(questions, pool, dtype=torch.float64)
+    inputs = SimpleNamespace(vectors=vectors, candidates=candidates, rows=rows, similarity=similarity)
+    inputs.is_padding = torch.zeros(questions, pool, dtype=torch.bool)
+    policy = module.Pointer(size).double()
+    torch.nn.init.normal_(policy.output.weight)
+    return policy, inputs
+
+
+def test_the_score_of_a_choice_is_the_docstrings(icl):
+    module = icl(HIDDEN_SIZE=8)
+    policy, inputs = make_policy(module)
+    found = policy(inputs, torch.tensor([[[2, 4]], [[0, 1]]]))
+
+    def norm(x, layer):
+        x = (x - x.mean()) / (x.var(unbiased=False) + 1e-5).sqrt()
+        return x * layer.weight + layer.bias
+
+    project, cell = policy.projection, policy.cell
+    question = torch.cat([inputs.vectors[0], torch.zeros(2)])
+    state = norm(project.weight @ question + project.bias, policy.question_norm)
+    keys = [norm(project.weight @ x + project.bias, policy.candidate_norm) for x in inputs.candidates[:5]]
+    taken = []
+    for count, choice in enumerate([2, 4]):
+        scores = []
+        for j in range(5):
+            score = policy.similarity_weight * inputs.similarity[0, j] / module.POINTER_TEMPERATURE
+            scores.append(score + keys[j] @ (policy.output.weight @ state) / 8**0.5)
+        scores = torch.stack(scores)
+        scores[taken] = -1e9
+        assert torch.allclose(found[0, 0, count], scores.log_softmax(0), atol=1e-12)
+        taken.append(choice)
+        reset, update, new = (cell.weight_ih @ keys[choice] + cell.bias_ih).chunk(3)
+        reset_h, update_h, new_h = (cell.weight_hh @ state + cell.bias_hh).chunk(3)
+        gate = torch.sigmoid(update + update_h)
+        state = (1 - gate) * torch.tanh(new + torch.sigmoid(reset + reset_h) * new_h) + gate * state
+
+
+def test_the_probabilities_of_all_lists_sum_to_1_and_sampling_follows_them(icl):
+    module = icl(HIDDEN_SIZE=8)
+    policy, inputs = make_policy(module)
+    every = list(itertools.permutations(range(5), 2))
+    pointers = torch.tensor(every).expand(2, -1, -1)
+    with torch.no_grad():
+        chances = module.list_logprobs(policy(inputs, pointers), pointers).exp()
+        assert chances.sum(1).tolist() == pytest.approx([1, 1], abs=1e-9)
+        short = torch.cat([pointers[:, :, :1], torch.full_like(pointers[:, :, :1], -1)], 2)
+        first = module.list_logprobs(policy(inputs, short), short).exp()
+        assert first[0, :4].sum() == pytest.approx(first[0, 0] * 4)  # what follows the end of a list counts 0
+        drawn = policy.draw(inputs, 2, [1.0] * 4000, torch.Generator().manual_seed(1))
+        greedy = policy.draw(inputs, 2, [0.0], torch.Generator())
+    counts = np.zeros(len(every))
+    for numbers in drawn[0].tolist():
+        counts[every.index(tuple(numbers))] += 1
+    assert np.abs(counts / 4000 - chances[0].numpy()).max() < 0.03
+    assert greedy[0, 0, 0] == chances[0].view(5, 4).sum(1).argmax().item()
+    whole = policy(inputs, pointers)
+    inputs.is_padding[1, 3:] = True  # a smaller pool beside it
+    assert torch.equal(policy(inputs, pointers)[0], whole[0])
+    assert policy(inputs, pointers)[1, :, :, 3:].max() < -1e8
+
+
+# ---------------------------------------------------------------- mining, rules, answers
+
+
+class Known:
+    """A reader whose gt_prob is a function of the demonstrations' numbers; above 0.5 its answer is right."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def gold_probabilities(self, asked):
+        return [self.value([demo["number"] for demo in demonstrations]) for _, demonstrations in asked]
+
+    def answers(self, asked):
+        pairs = zip(asked, self.gold_probabilities(asked))
+        return [question["golds"][0] if value > 0.5 else "wrong" for (question, _), value in pairs]
+
+
+def with_reader(module, value):
+    module.ICLTrainer.load_reader = lambda trainer: Known(value)
+    trainer = module.ICLTrainer()
+    trainer.module = module
+    for number, demo in enumerate(trainer.demos):
+        demo["number"] = number
+    return trainer
+
+
+@pytest.mark.parametrize("shots", [1, 2, 3])
+def test_mining_finds_the_best_list_of_all(icl, shots):
+    def value(numbers):  # each member adds; the last one counts twice
+        return sum(random.Random(number).random() for number in [*numbers, *numbers[-1:]]) / 5
+
+    module = icl(SHOTS=shots, POOL_SIZE=6, LOCAL=400, KEEP_TOP=3, KEEP_RANDOM=2)
+    trainer = with_reader(module, value)
+    for question in trainer.splits["train"][:3]:
+        lists = trainer.mine_question(question, shots)
+        assert lists[0]["source"][0] == "greedy" and len({tuple(x["shown"]) for x in lists}) == len(lists)
+        for length in range(1, shots + 1):
+            of_length = [x for x in lists if len(x["shown"]) == length]
+            best = max(map(value, itertools.permutations(question["pool"].tolist(), length)))
+            assert max(module.column(of_length, "gt_prob")) == pytest.approx(best)
+            assert len(of_length) <= 3 + 2 + 1
+        for record in lists:
+            assert record["gt_prob"] == value(record["shown"])
+            assert record["hard"] == (record["gt_prob"] > 0.5)
+            assert set(record["shown"]) <= set(question["pool"].tolist())
+        assert lists == trainer.mine_question(question, shots)  # the same numbers each time
+
+
+def test_the_rules_by_hand(icl, tmp_path):
+    rows = [*["red apple,fruit a"] * 3, *["red brick,stone b"] * 3, *["old brick,stone old"] * 3] * 4
+    (tmp_path / "own.csv").write_text("\n".join(["text,label", *rows]))
+    data = {"path": str(tmp_path / "own.csv"), "type": "csv", "input": "text", "output": "label"}
+    trainer = with_reader(icl(TRAIN_DATASET=data, TEST_DATASET=None, POOL_SIZE=99), lambda numbers: 0.5)
+    assert set(map(trainer.module.answer_format, trainer.demos)) == {"fruit a", "stone b", "stone *"}
+    question = {**trainer.splits["test"][0], "text": "old old brick", "asked": -1}
+    trainer.corpus.add_pools([question], 99)
+    for rule in trainer.corpus.rules:
+        (numbers,) = trainer.corpus.rule_lists(rule, [question], 99)
+        texts = [trainer.demos[number]["text"] for number in numbers]
+        count = texts.count("old brick")
+        assert texts[:count] == ["old brick"] * count, rule
+        least_similar_first = rule == "classifier, fillers"
+        assert texts[count] == ("red apple" if least_similar_first else "red brick"), rule
+
+
+def test_vqas_accuracy_and_what_counts_as_the_same(icl):
+    module = icl(GOLDS="annotators")
+    assert {module.normalise_vqa(text) for text in ("The two dogs!", "2 dogs", "two  Dogs.")} == {"2 dogs"}
+    assert module.normalise_vqa("dont") == module.normalise_vqa("don't")
+    assert module.normalise_vqa("1.5") != module.normalise_vqa("15") == module.normalise_vqa("15!")
+    golds = ["red", "red", "Red."] + ["blue"] * 7
+    # 3 of 10 agree: without one of them it is 2/3, without another 1
+    assert module.vqa_accuracy("red", golds) == pytest.approx((3 * 2 / 3 + 7) / 10)
+    assert module.vqa_accuracy("blue", golds) == 1 and module.vqa_accuracy("red", ["red"]) == 1
+    weights = module.gold_weights(["a b", "c", "C."] + ["d"] * 7)
+    assert weights == pytest.approx({"a b": 1 / 3, "c": 2 / 3, "d": 1})
+    module.GOLDS = "aliases"
+    assert module.score_answer("red dog", ["a red dog", "x"]) == {"accuracy": 1, "hard": 1, "soft": 1}
+    found = module.score_answer("red", ["red dog"])
+    assert found == {"accuracy": 0, "hard": 0, "soft": pytest.approx(2 / 3)}
+
+
+# ---------------------------------------------------------------- runs
+
+
+def run_words(folder, **constants):
+    return [f"{name}={value}" for name, value in {**SMALL, "OUTPUT_DIR": folder, **constants}.items()]
+
+
+def test_a_run_killed_at_any_moment_ends_with_the_same_bytes(tmp_path):
+    """SIGKILL while mining, in RCE, in GRPO, and in the test, as the run's files say."""
+    command = [sys.executable, str(ROOT / "rce/rce_icl.py")]
+    environment = {**os.environ, "MPLBACKEND": "agg"}
+    subprocess.run([*command, *run_words(tmp_path / "whole")], check=True, stdout=subprocess.DEVNULL)
+    killed = tmp_path / "killed"
+    last = len(read(tmp_path / "whole/logs/metrics.jsonl"))
+    lines = {"candidates.jsonl": 9, "logs/metrics.jsonl": 5, "test_1_step_*.jsonl": 1}
+    moments = [*lines.items(), ("logs/metrics.jsonl", last - 3)]
+    for pattern, count in sorted(moments, key=lambda moment: ["c", "l", "t"].index(moment[0][0])):
+        words = run_words(killed, RESUME="yes")
+        program = subprocess.Popen([*command, *words], stdout=subprocess.DEVNULL, env=environment)
+        while program.poll() is None:
+            files = list(killed.glob(pattern))
+            if files and files[0].read_text().count("\n") >= count:
+                program.send_signal(signal.SIGKILL)
+                break
+            time.sleep(0.005)
+        program.wait()
+    subprocess.run([*command, *run_words(killed, RESUME="yes")], check=True, stdout=subprocess.DEVNULL)
+    names = ["candidates.jsonl", "logs/samples.jsonl", "eval_test.json", "best/policy/model.safetensors"]
+    for name in [*names, "rce/policy/model.safetensors"]:
+        assert (tmp_path / "whole" / name).read_bytes() == (killed / name).read_bytes(), name
+    assert without_clock(tmp_path / "whole/logs/metrics.jsonl") == without_clock(
+        killed / "logs/metrics.jsonl"
+    )
+    states = [
+        sorted(tmp_path.glob(f"{name}/step_*"))[-1] / "training_state.pt" for name in ("whole", "killed")
+    ]
+    one, two = (torch.load(path, weights_only=True) for path in states)
+    assert states[0].parent.name == states[1].parent.name and one["state"] == two["state"]
+    words = run_words(tmp_path / "other", RESUME=states[0].parent)  # candidates and test lists are copied
+    subprocess.run([*command, *words], check=True, stdout=subprocess.DEVNULL)
+    for name in ("candidates.jsonl", "eval_test.json", "best/policy/model.safetensors"):
+        assert (tmp_path / "other" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    for name, weights in one["models"].items():
+        assert all(torch.equal(x, two["models"][name][key]) for key, x in weights.items()), name
+
+
+def test_rce_learns_what_no_rule_sees_and_grpo_goes_on(icl, tmp_path):
+    """The shipped market: lists that pair a row of the same guild with one of the same region."""
+    module = icl(MINE_QUESTIONS=150, VALIDATION_QUESTIONS=150, RCE_EPOCHS=8, BATCH_SIZE=32, TEST_ORACLE=0)
+    trainer = module.ICLTrainer()
+    trainer.test = lambda: None
+    trainer.train()
+    evaluations = [r["accuracy@2"] for r in read(tmp_path / "run/logs/metrics.jsonl") if r["phase"] == "eval"]
+    before, after_grpo = evaluations[0], evaluations[-1]
+    assert (
+        before < 0.5
+        and after_grpo > before + 0.2
+        and trainer.state.best_score > max(trainer.state.rules.values())
+    )
+    (chosen,) = trainer.pick(trainer.splits["test"][:1], 2)
+    assert len(set(chosen)) == 2
+    assert len(trainer.select("ida the baker from lund in may sees drum kite lamp rope")) == 2
+
+
+# ---------------------------------------------------------------- data and errors
+
+
+def test_one_csv_of_ones_own_is_enough(icl, tmp_path):
+    """Labels such as None stay texts; no pool has a row that asks the same; a fifth is held out."""
+    with open(tmp_path / "mine.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text", "label"])
+        for number in range(100):
+            label = ["None", "yes", "a, b"][number % 3]
+            writer.writerow([f"Ask {label} about word{number % 40}", label])
+    data = {"path": str(tmp_path / "mine.csv"), "type": "csv", "input": "text", "output": "label"}
+    module = icl(TRAIN_DATASET=data, TEST_DATASET=None)
+    trainer = with_reader(module, lambda numbers: 0.1 + 0.8 * (sum(numbers) % 2))
+    counts = {name: len(rows) for name, rows in trainer.splits.items()}
+    assert counts == {"test": 20, "validation": 20, "train": 60}
+    assert {demo["answer"] for demo in trainer.demos} == {"None", "yes", "a, b"}
+    for question in [*trainer.splits["train"], *trainer.splits["test"]]:
+        texts = {trainer.demos[n]["text"].lower() for n in question["pool"].tolist()}
+        assert question["text"].lower() not in texts and len(question["pool"]) == module.POOL_SIZE
+    trainer.train()
+    assert (tmp_path / "run/eval_test.json").exists()
+    rows = [json.dumps({"text": f"what is it{n}", "label": ["x"] * 6 + ["y"] * 4}) for n in range(60)]
+    (tmp_path / "vqa.jsonl").write_text("\n".join(rows))
+    data |= {"path": str(tmp_path / "vqa.jsonl"), "type": "jsonl"}
+    trainer = with_reader(icl(TRAIN_DATASET=data, TEST_DATASET=None, POOL="similarity"), lambda numbers: 0.5)
+    assert trainer.demos[0]["answer"] == "x" and len(trainer.demos[0]["golds"]) == 10
+    similarity = trainer.splits["test"][0]["similarity"].tolist()
+    assert similarity == sorted(similarity, reverse=True)
+
+
+MARKET = {"path": f"{ROOT}/data/market/train.csv", "type": "csv", "input": "question", "output": "answer"}
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (
+            ["MINE_QUERIES=4"],
+            "'MINE_QUERIES=4' is not KEY=VALUE with a constant of this file, such as MINE_QUEST",
+        ),
+        (["SHOTS=two"], "SHOTS=two: SHOTS takes a value such as 2"),
+        (["REWARD_MODE=best"], "REWARD_MODE = 'best' is not one of hard_only, "),
+        (["GOLDS=all"], "GOLDS = 'all' is not one of aliases, annotators"),
+        (["POOL_SIZE=1"], "has 1 demonstrations: lower SHOTS"),
+        (["READER=no/such"], "READER=no/such, EMBEDDING=tfidf or RESUME=None cannot be loaded"),
+        (["RESUME=no/such"], "RESUME = 'no/such' is not ask, yes, no"),
+        ([f"TRAIN_DATASET={ {**MARKET, 'path': 'no.csv'} }"], "No such file or directory: 'no.csv'"),
+        (
+            [f"TRAIN_DATASET={ {**MARKET, 'output': 'label'} }"],
+            "does not fit the columns ['question', 'answer'",
+        ),
+        ([f"TRAIN_DATASET={ {**MARKET, 'type': 'tsv'} }"], "the types are jsonl, csv, parquet and hub"),
+        (["VALIDATION_QUESTIONS=0"], "the data sets are too small"),
+    ],
+)
+def test_what_a_user_can_correct_is_one_line(icl, tmp_path, capsys, monkeypatch, words, says):
+    module = icl()
+    monkeypatch.setattr(sys, "argv", ["rce_icl.py", f"OUTPUT_DIR={tmp_path}/run", *words])
+    with pytest.raises(SystemExit) as end:
+        module.train_main()
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and says in error and len(error.strip().splitlines()) == 1
+
+
+def test_an_empty_cell_and_candidates_of_other_pools_are_named(icl, tmp_path):
+    (tmp_path / "few.csv").write_text("question,answer\n" + "who,me\n" * 60 + "who,\n")
+    with pytest.raises(ValueError, match=r"few.csv:61: ValueError: the question or the answer is empty"):
+        icl(TRAIN_DATASET={**MARKET, "path": str(tmp_path / "few.csv")}).ICLTrainer()
+    trainer = with_reader(icl(), lambda numbers: 0.5)
+    (tmp_path / "mined.jsonl").write_text(json.dumps({"id": "other", "pool": [1]}) + "\n")
+    with pytest.raises(ValueError, match="mined.jsonl is of other data or pools: set the constants back"):
+        trainer.mine(tmp_path / "mined.jsonl", trainer.splits["train"], 2)
+
+
+def test_the_example_with_a_reader_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    votes = importlib.import_module("icl_votes")
+    for name, value in {**SMALL, "POOL_SIZE": 64, "OUTPUT_DIR": str(tmp_path / "run")}.items():
+        monkeypatch.setattr(votes.rce_icl, name, value)
+    votes.rce_icl.draw_grid = lambda *arguments: None
+    trainer = votes.VoteTrainer()
+    question, demos = trainer.splits["test"][0], trainer.demos[:2]
+    golds = sorted({demo["answer"] for demo in trainer.demos})
+    asked = [({**question, "golds": [gold]}, demos) for gold in golds]
+    assert sum(trainer.reader.gold_probabilities(asked)) == pytest.approx(1)
+    best = golds[int(np.argmax(trainer.reader.gold_probabilities(asked)))]
+    assert trainer.reader.answers([(question, demos)]) == [best]
+    trainer.train()
+    assert len(json.loads((tmp_path / "run/eval_test.json").read_text())["best/"]) == 4
