@@ -1,141 +1,122 @@
-"""Does GRPO help after RCE? Each fault of the source of rce/rce_icl.py alone, beside doing it right.
+"""What rce/rce_icl.py reaches: a table over seeds, and a picture of how it got there.
 
-    python rce/rce_icl.py SEED=1 OUTPUT_DIR=/tmp/icl/d1       # and so on: runs of RCE, GRPO_EPOCHS=0
-    python bench/icl.py /tmp/icl/d1 /tmp/icl/d2 /tmp/icl/d3   # about 5 minutes a run on one thread
+    for s in 1 2 3; do python rce/rce_icl.py SEED=$s OUTPUT_DIR=runs/icl_$s; done    # 90 s of one core each
+    python bench/icl.py runs/icl_1 runs/icl_2 runs/icl_3 [PICTURE=docs/rce_icl.png]
 
-Each run is copied with its constants, and its last policy of RCE goes on with EPOCHS of GRPO. The last policy
-of RCE and that of GRPO are tested greedily on the test queries at SHOTS. Neither is chosen by validation,
-which would hide what a variant does. Prints a table: mean, least and greatest over the runs, and the change
-from RCE.
+The table has accuracies on the test questions by number of demonstrations, least and greatest over the
+runs, and for the largest number what best/ has more, by run, with the standard error of the difference. In
+the market (data/make_market.py) another row says what a chooser gets that is told guild and region of all
+rows: it shows a row of both, or one of the question's guild and one of its region.
 """
 
+import csv
 import importlib.util
 import json
-import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
-EPOCHS = 1
-# A rate at which an epoch moves the policy: what is wrong then shows
-MOVING = {"GRPO_LEARNING_RATE": 1e-3, "FREEZE": False}
-VARIANTS = {  # constants, and names of the faults below
-    "with the run's constants (defaults: lr 1e-4, FREEZE)": ({}, ()),
-    "right, mined lists": (MOVING, ()),
-    "right, fresh lists (ON_POLICY)": ({**MOVING, "ON_POLICY": True}, ()),
-    "old log-probabilities from before RCE": (MOVING, ("before",)),
-    "best five picked before normalising": (MOVING, ("five",)),
-    "z-score never (raw rewards)": (MOVING, ("never",)),
-    "z-score twice": (MOVING, ("twice",)),
-    "dropout on": (MOVING, ("dropout",)),
-    "old from before RCE, best five": (MOVING, ("before", "five")),
-    "old from before RCE, best five, dropout": (MOVING, ("before", "five", "dropout")),
-}
 
 
-def load():
+def load_trainer(run):
+    """Returns a trainer with the constants of a run, which writes nothing there."""
     spec = importlib.util.spec_from_file_location("rce_icl", ROOT / "rce/rce_icl.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, value in json.loads((run / "training_config.json").read_text())["constants"].items():
+        setattr(module, name, value)
+    module.OUTPUT_DIR = tempfile.mkdtemp()
+    return module.ICLTrainer("no")
 
 
-def constants_of_run(folder, script):
-    """Returns the constants of the run in a folder which the file still has, {name: value}. Those that say
-    where and how a run starts are left out."""
-    constants = json.loads((folder / "training_config.json").read_text())["constants"]
-    found = {}
-    for key in sorted(constants.keys() & script.constants().keys() - {"OUTPUT_DIR", "RESUME", "STAGE"}):
-        is_tuple = isinstance(getattr(script, key), tuple)  # JSON has a list for it
-        found[key] = tuple(constants[key]) if is_tuple else constants[key]
-    return found
+def told_accuracies(run):
+    """Returns the accuracies of each question by number of shots, of one who is told guild and region."""
+    trainer = load_trainer(run)
+    facts = {}  # {text: (guild, region)}
+    for name in ("train", "test"):
+        with open(ROOT / f"data/market/{name}.csv", newline="") as file:
+            for row in csv.DictReader(file):
+                facts[row["question"]] = row["guild"], row["region"]
+    questions = trainer.splits["test"]
+    by_shots = []
+    for shots in (1, 2):
+        lists = []
+        for question in questions:
+            guild, region = facts[question["text"]]
+            pool = question["pool"].tolist()
+            of_pool = [facts[trainer.demos[number]["text"]] for number in pool]
+            # One of both first; then one of the guild and one of the region
+            same = [2 * (g == guild and r == region) + (g == guild) for g, r in of_pool]
+            first = int(np.argmax(same))
+            others = [r == region and place != first for place, (_, r) in enumerate(of_pool)]
+            lists.append([pool[first], pool[int(np.argmax(others))]][:shots])
+        by_shots.append(trainer.accuracies(questions, lists).tolist())
+    return by_shots
 
 
-def make_trainer(script, faults):
-    """A trainer with the source's faults that are named."""
-    once = script.group_advantages
-
-    def never(r):
-        return torch.as_tensor(r, dtype=torch.float64)
-
-    def twice(r):
-        return once(once(r))
-
-    script.group_advantages = {"never": never, "twice": twice}.get(next(iter(faults), ""), once)
-
-    class Trainer(script.ICLTrainer):
-        def begin_grpo(self):
-            """Starts from RCE's last policy: it takes the place of best/, which begin_grpo() starts from."""
-            self.run.save_best(self.run.evaluation)
-            super().begin_grpo()
-
-        def old_logprobs(self, batch, logprobs, ref_logprobs):
-            if "before" not in faults:
-                return super().old_logprobs(batch, logprobs, ref_logprobs)
-            return script.pad_rows([[c["logprob"] for c in lists] for lists in batch.lists])
-
-        def choose_rows(self, groups):
-            super().choose_rows(groups)
-            for row in self.train_rows if "five" in faults else ():
-                best = np.argsort([-x for x in row["rewards"]], kind="stable")[:5]
-                row["candidates"] = [row["candidates"][i] for i in best]
-                row["rewards"] = [row["rewards"][i] for i in best]
-
-        def grpo(self, batch, all_logprobs, logprobs, inputs):
-            if "dropout" in faults:
-                self.policy.train()
-                all_logprobs = self.policy(*inputs)
-                logprobs = script.list_logprobs(all_logprobs, batch.pointers)
-            return super().grpo(batch, all_logprobs, logprobs, inputs)
-
-        def test(self):
-            queries = self.splits["test"]
-            before = script.load_pointer(self.run.folder / "rce/policy", self.corpus.sizes)
-            for name, policy in (("before", before), ("after", self.policy)):
-                lists = self.pick(queries, script.SHOTS, policy)
-                setattr(self, name, float(self.accuracy_of(queries, lists).mean()))
-
-    return Trainer()
+def print_table(runs, results):
+    shots = len(results[0]["best/"])
+    print(f"| {len(results[0]['best/'][0])} test questions, {len(runs)} runs", end=" | ")
+    print(" | ".join(f"{count} shown" for count in range(1, shots + 1)), end=" | ")
+    print(f"best/ has more, {shots} shown, by run |")
+    print("|---" * (shots + 2) + "|")
+    for name in results[0]:
+        cells, gains = [], []
+        for count in range(shots):
+            means = [np.mean(result[name][count]) for result in results]
+            cells.append(f"{min(means):.1%} to {max(means):.1%}")
+        for result in results:
+            accuracies = np.array(result[name][-1])
+            gain = np.array(result["best/"][-1])[: len(accuracies)] - accuracies
+            gains.append(f"{100 * gain.mean():+.1f} ± {100 * gain.std() / len(gain) ** 0.5:.1f}")
+        print(f"| {name} | {' | '.join(cells)} | {', '.join(gains)} |")
 
 
-def main():
-    found = {}
-    for folder in map(Path, sys.argv[1:]):
-        for name, (changed, faults) in VARIANTS.items():
-            with tempfile.TemporaryDirectory() as out:
-                shutil.copytree(folder, f"{out}/run", ignore=shutil.ignore_patterns("test_cand*", "*.png"))
-                script = load()
-                constants = {
-                    **constants_of_run(folder, script),
-                    "OUTPUT_DIR": f"{out}/run",
-                    "RESUME": "yes",
-                    "GRPO_EPOCHS": EPOCHS,
-                    "ON_POLICY": False,
-                    "SAVE_EVERY_N_STEPS": 0,
-                    "EVAL_EVERY_N_STEPS": 0,
-                    "USE_WANDB": False,
-                    **changed,
-                }
-                for key, value in constants.items():
-                    setattr(script, key, value)
-                trainer = make_trainer(script, faults)
-                trainer.run.log = lambda *text, **options: None
-                trainer.train()
-                found.setdefault(name, []).append((trainer.before, trainer.after))
-                print(f"{folder} {name}: {trainer.before:.3f} -> {trainer.after:.3f}", flush=True)
-    head = f"GRPO, {EPOCHS} epochs after RCE, {len(sys.argv) - 1} seeds"
-    print(f"| {head} | RCE | + GRPO | change | least, greatest |")
-    print("|---|---|---|---|---|")
-    for name, pairs in found.items():
-        before, after = np.array(pairs).T
-        change = after - before
-        ends = f"{change.min():+.3f}, {change.max():+.3f}"
-        print(f"| {name} | {before.mean():.3f} | {after.mean():.3f} | {change.mean():+.3f} | {ends} |")
+def draw(runs, path):
+    """Draws the accuracy on validation of each run, and the first run's rules."""
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    axis = figure.add_subplot(xlabel="step", ylabel="accuracy on validation, mean over 1 to SHOTS")
+    axis.grid(alpha=0.3)
+    for number, run in enumerate(runs):
+        records = [json.loads(line) for line in (run / "logs/metrics.jsonl").read_text().splitlines()]
+        points = [(r["step"], r["accuracy"]) for r in records if r["phase"] == "eval"]
+        axis.plot(
+            *zip(*points),
+            "o-",
+            color="C0",
+            alpha=0.5,
+            markersize=3,
+            label=["policy, by seed", None][number > 0],
+        )
+        first = min(r["step"] for r in records if "kl" in r)
+        axis.axvline(first, color="grey", linewidth=0.8, label=["GRPO begins", None][number > 0])
+    last = max(runs[0].glob("step_*"), key=lambda folder: int(folder.name[5:]))
+    rules = torch.load(last / "training_state.pt", weights_only=True)["state"]["rules"]
+    for color, (rule, accuracy) in enumerate(rules.items(), 1):
+        axis.axhline(accuracy, linestyle="--", linewidth=1, color=f"C{color}", label=f"rule: {rule}")
+    axis.legend(fontsize=8, loc="lower right")
+    figure.savefig(path, dpi=110)
+
+
+def main(arguments):
+    runs = [Path(argument) for argument in arguments if "=" not in argument]
+    if not runs:
+        sys.exit(__doc__)
+    results = [json.loads((run / "eval_test.json").read_text()) for run in runs]
+    config = json.loads((runs[0] / "training_config.json").read_text())["constants"]
+    if "market" in config["TRAIN_DATASET"]["path"]:
+        for run, result in zip(runs, results):
+            result["told guild and region"] = told_accuracies(run)
+    print_table(runs, results)
+    for argument in arguments:
+        if argument.startswith("PICTURE="):
+            draw(runs, argument[8:])
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -2,17 +2,15 @@
 
     python tools/check_up.py checkpoints/rce                              # the newest candidates of rce.py
     python tools/check_up.py checkpoints/rce_icl REWARD_MODE=hard_only    # of rce_icl.py, by another reward
-    python tools/check_up.py my.parquet SIMILARITY_WEIGHT=0.2             # a file
+    python tools/check_up.py my.parquet                                   # a file
 
-REWARD_MODE, HARD_WEIGHT, SOFT_WEIGHT, HYBRID_SCORE, HYBRID_MIX_SCORE, HYBRID_ALPHA, SIMILARITY,
-SIMILARITY_WEIGHT and SKIP_FALLBACK are those of the file training_config.json beside the candidates, unless
-they are given. The figures and the picture go there too, as .csv and .png. Shares are of the candidates that
-were verified and did not fail.
+REWARD_MODE is that of the file training_config.json beside the candidates, unless it is given. The figures
+and the picture go there too, as .csv and .png. Shares are of the candidates that were verified and did not
+fail.
 """
 
 import csv
 import json
-import math
 import re
 import sys
 from collections import Counter, defaultdict
@@ -23,38 +21,15 @@ import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
-CONSTANTS = {  # those on which the reward depends, with the value that counts where a trainer has none
-    "REWARD_MODE": "hard_only",
-    "HARD_WEIGHT": 1.0,
-    "SOFT_WEIGHT": 1.0,
-    "HYBRID_SCORE": "logprob",
-    "HYBRID_MIX_SCORE": "logprob",
-    "HYBRID_ALPHA": 0.5,
-    "SIMILARITY": "rouge_l",
-    "SIMILARITY_WEIGHT": 0.0,
-    "SKIP_FALLBACK": False,
-}
-NUMBERS = ("HARD_WEIGHT", "SOFT_WEIGHT", "HYBRID_ALPHA", "SIMILARITY_WEIGHT")
-MODES = {  # (a, mark): r = a * HARD_WEIGHT * hard + SOFT_WEIGHT * mark; the same as in rewards/
+# r = hard_weight * hard + grade, as in the trainers: {mode: (hard_weight, what grades)}
+MODES = {
     "hard_only": (1, None),
     "soft_only": (0, "soft"),
     "hard_plus_soft": (1, "soft"),
-    "hard_plus_soft_v2": (2, "soft"),
     "separated": (2, "soft"),
     "hard_plus_gtprob": (1, "gt_prob"),
     "hard_plus_gtprob_separated": (2, "gt_prob"),
-    "hard_plus_gtprob_plus_rel": (2, "gt_prob"),  # and a tenth of the relevance of a wrong one
-    "hybrid": (1, None),  # times 1 - HYBRID_ALPHA; and HYBRID_ALPHA times the score, scaled within the prompt
-}
-NAMES = {  # of a list in rce_icl.py's file: its name here
-    "gen_methods": "source",
-    "temperatures": "temperature",
-    "logprob_score": "logprob",
-    "vqa_correct": "hard",
-    "vqa_acc_score": "soft",
-    "vqa_gt_prob": "gt_prob",
-    "vqa_rel_score": "relevance",
-    "vqa_eval_mode": "eval_mode",
+    "hybrid": (0.5, "logprob"),  # rce.py: half the log-probability, scaled to 0 to 1 within the prompt
 }
 
 
@@ -71,103 +46,63 @@ def find_candidates(path):
     for file in path.glob("candidates_round_*.parquet"):
         if found := re.fullmatch(r"candidates_round_(\d+)", file.stem):
             rounds[int(found[1])] = file
-    files = [rounds[max(rounds)]] if rounds else [*path.glob("candidates.json")]
-    hint = "run STAGE=mine first, or give the file that CANDIDATES names"
-    return files[0] if files else stop(f"there are no candidates at {path}: {hint}")
+    files = [rounds[max(rounds)]] if rounds else [*path.glob("candidates.jsonl")]
+    return files[0] if files else stop(f"there are no candidates at {path}: mine first, or give a file")
 
 
 def read_groups(path):
-    """([candidates of a prompt], how many were proposed) of a file of rce.py or, JSON, of rce_icl.py."""
+    """[candidates of a prompt] of a parquet of rce.py or a .jsonl of rce_icl.py."""
+    if path.suffix == ".jsonl":
+        return [json.loads(line)["lists"] for line in path.read_text().splitlines()]
+    groups = defaultdict(list)
     empty = {"source": ["given"], "temperature": [None], "eval_failed": False, "hard": None}
-    if path.suffix != ".json":
-        groups = defaultdict(list)
-        for record in pq.read_table(path).to_pylist():
-            groups[record["prompt_id"]].append({**empty, **record})
-        return [*groups.values()], sum(len(c["source"]) for group in groups.values() for c in group)
-    groups = []
-    proposed = 0
-    for key, record in json.loads(path.read_text()).items():
-        if key != "_meta":
-            lists = record["pointer_candidates"]
-            lists = [empty | {NAMES.get(name, name): value for name, value in c.items()} for c in lists]
-            for c in lists:
-                if "gen_method" in c:  # Lever-Plus's files name one source of a list, not several
-                    c["source"] = [c["gen_method"]]
-                if not isinstance(c["temperature"], list):
-                    c["temperature"] = [c["temperature"]]
-            groups.append(lists)
-            proposed += record.get("proposed") or len(lists)
-    return groups, proposed
+    for record in pq.read_table(path).to_pylist():
+        groups[record["prompt_id"]].append({**empty, **record})
+    return [*groups.values()]
 
 
-def skip_fallback(groups):
-    """Candidates that the source's fallback metric marked count as not verified: the trainer leaves them
-    out."""
-    for group in groups:
-        for c in group:
-            if c.get("eval_mode") == "fallback":
-                c["hard"] = None
-
-
-def shaped_rewards(candidates, constants):
+def shaped_rewards(candidates, reward_mode):
     """r of one prompt's candidates, as the trainer has it."""
-
-    def column(name):
-        return name if name in candidates[0] else f"reward/{name}"
-
-    mode = constants["REWARD_MODE"]
-    times, graded = MODES[mode]
-    shaped = [times * float(constants["HARD_WEIGHT"]) * c["hard"] for c in candidates]
-    if graded:
-        weight = float(constants["SOFT_WEIGHT"])
-        shaped = [r + weight * c[graded] for c, r in zip(candidates, shaped)]
-    if mode == "hybrid":
-        is_list = "pointer" in candidates[0]
-        name = constants["HYBRID_MIX_SCORE" if is_list else "HYBRID_SCORE"]
-        if name == "infoscore":
-            scores = [math.log(max(c["gt_prob"], 1e-6)) for c in candidates]
-        else:
-            scores = [c[column(name)] for c in candidates]
-        width = max(scores) - min(scores) or 1.0
-        alpha = float(constants["HYBRID_ALPHA"])
-        scaled = [(score - min(scores)) / width for score in scores]
-        shaped = [alpha * score + (1 - alpha) * r for r, score in zip(shaped, scaled)]
-    if mode == "hard_plus_gtprob_plus_rel":
-        shaped = [r if c["hard"] else r + 0.1 * c["relevance"] for c, r in zip(candidates, shaped)]
-    if weight := float(constants["SIMILARITY_WEIGHT"]):
-        similar = column(constants["SIMILARITY"])
-        shaped = [r if c["hard"] else r + weight * c[similar] for c, r in zip(candidates, shaped)]
-    return shaped
+    weight, graded = MODES[reward_mode]
+    grades = [c[graded] if graded else 0.0 for c in candidates]
+    if reward_mode == "hybrid":
+        width = max(grades) - min(grades) or 1.0
+        grades = [(grade - min(grades)) / width / 2 for grade in grades]
+    return [weight * c["hard"] + grade for c, grade in zip(candidates, grades)]
 
 
 def policy_pick(candidates):
-    """The number of the policy's own: its greedy response, else its best beam, else the likeliest."""
+    """The number of the policy's own: its greedy response or list, else the likeliest."""
 
     def preference(c):
-        scores = [c.get("beam_score"), c.get("logprob")]
-        return "greedy" in c["source"], *(-np.inf if x is None else x for x in scores)
+        logprob = c.get("logprob")
+        return "greedy" in c["source"], -np.inf if logprob is None else logprob
 
     return max(range(len(candidates)), key=lambda i: preference(candidates[i]))
+
+
+def verified_of(group):
+    return [c for c in group if c["hard"] is not None and not c.get("eval_failed")]
 
 
 def mean(values):
     return float(np.mean(values)) if values else float("nan")
 
 
-def check_up(groups, proposed, constants):
+def check_up(groups, reward_mode):
     """{figure's name: value} of [candidates of a prompt]."""
     every = [c for group in groups for c in group]
-    good = [[c for c in group if c["hard"] is not None and not c["eval_failed"]] for group in groups]
+    good = [verified_of(group) for group in groups]
     good = [group for group in good if group]
     verified = [c for group in good for c in group]
     right = [sum(c["hard"] for c in group) for group in good]
-    shaped = [shaped_rewards(group, constants) for group in good]
+    shaped = [shaped_rewards(group, reward_mode) for group in good]
     picks = [policy_pick(group) for group in good]
     gaps = [max(r) - r[i] for r, i in zip(shaped, picks)]
     figures = {
         "prompts": len(groups),
         "candidates": len(every),
-        "proposed": proposed,
+        "proposed": sum(len(c["source"]) for c in every),
         "verified": len(verified),
         "positive rate": mean([c["hard"] for c in verified]),
     }
@@ -181,8 +116,6 @@ def check_up(groups, proposed, constants):
     figures["prompts without a positive"] = mean([n == 0 for n in right])
     figures["prompts with flat reward"] = mean([max(r) - min(r) < 1e-6 for r in shaped])
     marks = [("gt_prob", "hard"), ("soft", "hard"), ("gt_prob", "soft")]
-    if any(c.get("relevance") is not None for c in verified):
-        marks += [("relevance", "hard"), ("relevance", "soft")]
     for key, other in marks:
         pairs = [(c[key], c[other]) for c in verified if None not in (c.get(key), c.get(other))]
         vary = bool(pairs) and all(len(set(column)) > 1 for column in zip(*pairs))
@@ -192,11 +125,11 @@ def check_up(groups, proposed, constants):
     figures["accuracy of the oracle"] = mean([n > 0 for n in right])
     figures["oracle's reward above the pick's, mean"] = mean(gaps)
     figures["oracle above the pick by .2, prompts"] = mean([gap > 0.2 for gap in gaps])
-    modes = Counter("failed" if c["eval_failed"] else c.get("eval_mode") or "given" for c in every)
+    modes = Counter("failed" if c.get("eval_failed") else c.get("eval_mode") or "given" for c in every)
     return figures | {f"eval mode {mode}": count / len(every) for mode, count in sorted(modes.items())}
 
 
-def find_verdict(figures, reward_mode, soft_weight=1.0):
+def find_verdict(figures, reward_mode):
     """What to do next, in a sentence: fix the reward, mine more, or train."""
     failures = figures.get("eval mode failed", 0) * figures["candidates"]
     failed = failures / (failures + figures["verified"])
@@ -204,7 +137,7 @@ def find_verdict(figures, reward_mode, soft_weight=1.0):
     flat = figures["prompts with flat reward"]
     oracle = figures["accuracy of the oracle"]
     pick = figures["accuracy of the policy's pick"]
-    graded_by = MODES[reward_mode][1] if soft_weight else None
+    graded_by = MODES[reward_mode][1]
     correlation = figures.get(f"Spearman of {graded_by} with hard", 1.0)
     if failed > 0.1:
         return f"fix the reward: scoring failed for {failed:.0%} of the candidates that were scored"
@@ -229,7 +162,7 @@ def draw(groups, figures, title, path):
     figure = Figure(figsize=(16, 8), layout="constrained")
     figure.suptitle(title)
     (counts, shares), graded = figure.subplots(2, 2)
-    good = [[c for c in group if c["hard"] is not None and not c["eval_failed"]] for group in groups]
+    good = [verified_of(group) for group in groups]
     right = [int(sum(c["hard"] for c in group)) for group in good if group]
     counts.hist(right, bins=np.arange(max(right, default=0) + 2) - 0.5, color="C0", edgecolor="white")
     counts.set(xlabel="right candidates a prompt", ylabel="prompts")
@@ -252,60 +185,40 @@ def draw(groups, figures, title, path):
     figure.savefig(path, dpi=100)
 
 
-def read_constants(config, words):
-    """{name: value} of CONSTANTS: as given in words, else as the run's file has them."""
-    try:
-        known = json.loads(config.read_text())["constants"] if config.is_file() else {}
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        stop(f"{config} is not what a trainer wrote ({type(error).__name__}: {error}): mend or delete it")
-    constants = {key: known.get(key, value) for key, value in CONSTANTS.items()}
-    constants |= dict(word.split("=", 1) for word in words)
-    if constants["REWARD_MODE"] not in MODES:
-        stop(f"REWARD_MODE = {constants['REWARD_MODE']!r}: it takes {', '.join(MODES)}")
-    for key in NUMBERS:
-        try:
-            constants[key] = float(constants[key])
-        except ValueError:
-            stop(f"{key} = {constants[key]!r}: it takes a number")
-    skips = str(constants["SKIP_FALLBACK"]).lower()
-    if skips not in ("true", "false"):
-        stop(f"SKIP_FALLBACK = {constants['SKIP_FALLBACK']!r}: it takes True or False")
-    constants["SKIP_FALLBACK"] = skips == "true"
-    return constants
+def find_mode(config, words):
+    """REWARD_MODE as given in words, else as the run's file has it."""
+    known = json.loads(config.read_text())["constants"] if config.is_file() else {}
+    mode = dict(word.split("=", 1) for word in words).get(
+        "REWARD_MODE", known.get("REWARD_MODE", "hard_only")
+    )
+    return mode if mode in MODES else stop(f"REWARD_MODE = {mode!r}: it takes {', '.join(MODES)}")
 
 
 def main(path="", *words):
-    if not path or not all(word.partition("=")[0] in CONSTANTS and "=" in word for word in words):
-        stop(f"it takes an OUTPUT_DIR or a file of candidates, then {'=, '.join(CONSTANTS)}=")
+    if not path or not all(word.startswith("REWARD_MODE=") for word in words):
+        stop("it takes an OUTPUT_DIR or a file of candidates, then REWARD_MODE=")
     path = find_candidates(Path(path))
     table, picture = path.with_suffix(".csv"), path.with_suffix(".png")
     if table.exists() and not table.read_text(errors="replace").startswith("figure,value"):
         stop(f"{table} is not of this program, which would replace it: move it, or the candidates, elsewhere")
-    config = path.parent / "training_config.json"
-    constants = read_constants(config, words)
+    mode = find_mode(path.parent / "training_config.json", words)
     try:
-        groups, proposed = read_groups(path)
-        if constants["SKIP_FALLBACK"]:
-            skip_fallback(groups)
-        figures = check_up(groups, proposed, constants)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # pyarrow's are such ones
+        groups = read_groups(path)
+        figures = check_up(groups, mode)
+    except (OSError, ValueError, LookupError, TypeError) as error:  # pyarrow's are such ones
         what = "cannot be read, or lacks what REWARD_MODE needs"
         stop(f"{path} {what} ({type(error).__name__}: {error})")
     if not figures["verified"]:
         stop(f"{path}: none of its {figures['candidates']} candidates was verified")
-    verdict = find_verdict(figures, constants["REWARD_MODE"], constants["SOFT_WEIGHT"])
-    title = f"Check-up of {path.name}, REWARD_MODE = {constants['REWARD_MODE']}"
+    verdict = find_verdict(figures, mode)
+    title = f"Check-up of {path.name}, REWARD_MODE = {mode}"
     print(title)
-    print(f"Other constants are those of {config}" if config.is_file() else "Other constants are defaults")
     for name, value in figures.items():
         print(f"    {name:<40}{value:>9,}" if isinstance(value, int) else f"    {name:<40}{value:>9.3f}")
     print(f"Verdict: {verdict}")
-    try:
-        with open(table, "w", newline="") as file:
-            csv.writer(file).writerows([("figure", "value"), *figures.items(), ("verdict", verdict)])
-        draw(groups, figures, f"{title}\n{verdict}", picture)
-    except OSError as error:
-        stop(f"{error.filename or path.parent} cannot be written ({error.strerror})")
+    with open(table, "w", newline="") as file:
+        csv.writer(file).writerows([("figure", "value"), *figures.items(), ("verdict", verdict)])
+    draw(groups, figures, f"{title}\n{verdict}", picture)
 
 
 if __name__ == "__main__":
