@@ -471,10 +471,8 @@ class ICLTrainer:
     # ------------------------------------------------------------ mining
 
     def mine(self, path, questions, shots):
-        """Gives each question its "lists". A file, which comes from the checkpoint's folder, keeps them, one
-        line per question: a killed run goes on."""
-        source = Path(self.run.checkpoint or path).parent / path.name
-        text = source.read_text() if source.exists() else ""
+        """Gives each question its "lists". A file keeps them, one line per question: a killed run goes on."""
+        text = path.read_text() if path.exists() else ""
         text = text[: text.rfind("\n") + 1]  # without half a line
         path.write_text(text)
         lines = text.splitlines()
@@ -1148,6 +1146,8 @@ class Run:
         now = f"{datetime.now():%Y%m%d_%H%M%S_%f}"
         self.move_old_files(state, Path(f"{self.folder}_old_{now}"))
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+        if self.checkpoint and self.checkpoint.parent.resolve() != self.folder.resolve():
+            shutil.copy(self.checkpoint.parent / "candidates.jsonl", self.folder)
         self.text_log = open(self.folder / f"logs/training_{now}.log", "a", buffering=1)
         for name in ("metrics.jsonl", "samples.jsonl"):
             file = open(self.folder / "logs" / name, "a", buffering=1)
@@ -1171,7 +1171,8 @@ class Run:
             return
         stale = list_checkpoints(self.folder)
         if self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve():
-            stale = [path for path in stale if int(path.name[5:]) > state.step]
+            stale += self.folder.glob("test_*_step_*.jsonl")
+            stale = [path for path in stale if int(path.stem.rpartition("_")[2]) > state.step]
             earlier = json.loads(config.read_text())["constants"]
             changes = [f"{k}={x!r}" for k, x in constants().items() if earlier.get(k, x) != x]
             print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
