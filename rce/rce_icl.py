@@ -399,6 +399,8 @@ class ICLTrainer:
             figures = {"trained_groups": len(self.groups), **check_up(column(groups, "lists"))}
             self.run.write("metrics.jsonl", phase="mine", step=0, **figures)
             self.run.log("Check-up of candidates.jsonl: " + show(figures))
+            if figures["best_of_n_accuracy"] == 0:
+                self.run.log("WARNING: no list leads to a right answer: is READER made for these data?")
 
     def begin_grpo(self):
         """GRPO goes on from the best policy of RCE. It is its reference, and is kept in rce/policy/."""
@@ -688,7 +690,7 @@ def ranked(lists, length):
 
 
 def show(figures):
-    return "  ".join(f"{name} {x:.3g}" for name, x in figures.items())
+    return "  ".join(f"{name} {x:.4g}" for name, x in figures.items())
 
 
 def save_policy(policy, path):
@@ -865,9 +867,9 @@ def normalise_vqa(text):
     no punctuation but decimal points. No apostrophes stand for its table of contractions."""
     text = re.sub(r"(?<=\d),(?=\d)|\.(?!\d)|'", "", text.lower())
     words = re.sub(r"[^\w\s.:$%]|_", " ", text).split()
-    words_of_digits = "none zero one two three four five six seven eight nine ten".split()
-    digits = dict(zip(words_of_digits, [0, *range(11)]))
-    return " ".join(str(digits.get(word, word)) for word in words if word not in ("a", "an", "the"))
+    words = [word for word in words if word not in ("a", "an", "the")] or words  # the answer may be A
+    digits = dict(zip("none zero one two three four five six seven eight nine ten".split(), [0, *range(11)]))
+    return " ".join(str(digits.get(word, word)) for word in words)
 
 
 def vqa_accuracy(response, golds):

@@ -1,6 +1,5 @@
 """Benchmarks: what they keep and do not repeat, which rows are held out, and small functions of theirs."""
 
-import json
 import sys
 from types import SimpleNamespace
 

@@ -224,6 +224,7 @@ def test_the_rules_by_hand(icl, tmp_path):
 def test_vqas_accuracy_and_what_counts_as_the_same(icl):
     module = icl(GOLDS="annotators")
     assert {module.normalise_vqa(text) for text in ("The two dogs!", "2 dogs", "two  Dogs.")} == {"2 dogs"}
+    assert module.normalise_vqa("A") == "a" and module.normalise_vqa("a dog") == "dog"
     assert module.normalise_vqa("dont") == module.normalise_vqa("don't")
     assert module.normalise_vqa("1.5") != module.normalise_vqa("15") == module.normalise_vqa("15!")
     golds = ["red", "red", "Red."] + ["blue"] * 7
