@@ -27,10 +27,12 @@ rce_icl.TEST_DATASET = {**rce_icl.TRAIN_DATASET, "path": f"{ROOT}/data/banking77
 rce_icl.TEST_QUESTIONS = None
 rce_icl.VALIDATION_QUESTIONS = 400
 rce_icl.READER = "votes"
-rce_icl.SHOTS = 4
+rce_icl.SHOTS = 2
 rce_icl.POOL_SIZE = 256
-rce_icl.MINE_QUESTIONS = 2000
-rce_icl.GRPO_EPOCHS = 4
+rce_icl.MINE_QUESTIONS = 4000
+rce_icl.RCE_EPOCHS = 4
+rce_icl.GRPO_EPOCHS = 2
+rce_icl.WEIGHT_DECAY = 0.1
 rce_icl.OUTPUT_DIR = f"{ROOT}/checkpoints/icl_votes"
 
 

@@ -397,6 +397,8 @@ class ICLTrainer:
             figures = {"trained_groups": len(self.groups), **check_up(column(groups, "lists"))}
             self.run.write("metrics.jsonl", phase="mine", step=0, **figures)
             self.run.log("Check-up of candidates.jsonl: " + show(figures))
+            if figures["best_of_n_accuracy"] == 0:
+                self.run.log("WARNING: no list leads to a right answer: is READER made for these data?")
 
     def begin_grpo(self):
         """GRPO goes on from the best policy of RCE. It is its reference, and is kept in rce/policy/."""
@@ -469,10 +471,8 @@ class ICLTrainer:
     # ------------------------------------------------------------ mining
 
     def mine(self, path, questions, shots):
-        """Gives each question its "lists". A file, which comes from the checkpoint's folder, keeps them, one
-        line per question: a killed run goes on."""
-        source = Path(self.run.checkpoint or path).parent / path.name
-        text = source.read_text() if source.exists() else ""
+        """Gives each question its "lists". A file keeps them, one line per question: a killed run goes on."""
+        text = path.read_text() if path.exists() else ""
         text = text[: text.rfind("\n") + 1]  # without half a line
         path.write_text(text)
         lines = text.splitlines()
@@ -688,7 +688,7 @@ def ranked(lists, length):
 
 
 def show(figures):
-    return "  ".join(f"{name} {x:.3g}" for name, x in figures.items())
+    return "  ".join(f"{name} {x:.4g}" for name, x in figures.items())
 
 
 def save_policy(policy, path):
@@ -865,9 +865,9 @@ def normalise_vqa(text):
     no punctuation but decimal points. No apostrophes stand for its table of contractions."""
     text = re.sub(r"(?<=\d),(?=\d)|\.(?!\d)|'", "", text.lower())
     words = re.sub(r"[^\w\s.:$%]|_", " ", text).split()
-    words_of_digits = "none zero one two three four five six seven eight nine ten".split()
-    digits = dict(zip(words_of_digits, [0, *range(11)]))
-    return " ".join(str(digits.get(word, word)) for word in words if word not in ("a", "an", "the"))
+    words = [word for word in words if word not in ("a", "an", "the")] or words  # the answer may be A
+    digits = dict(zip("none zero one two three four five six seven eight nine ten".split(), [0, *range(11)]))
+    return " ".join(str(digits.get(word, word)) for word in words)
 
 
 def vqa_accuracy(response, golds):
@@ -1146,6 +1146,8 @@ class Run:
         now = f"{datetime.now():%Y%m%d_%H%M%S_%f}"
         self.move_old_files(state, Path(f"{self.folder}_old_{now}"))
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+        if self.checkpoint and self.checkpoint.parent.resolve() != self.folder.resolve():
+            shutil.copy(self.checkpoint.parent / "candidates.jsonl", self.folder)
         self.text_log = open(self.folder / f"logs/training_{now}.log", "a", buffering=1)
         for name in ("metrics.jsonl", "samples.jsonl"):
             file = open(self.folder / "logs" / name, "a", buffering=1)
@@ -1169,7 +1171,8 @@ class Run:
             return
         stale = list_checkpoints(self.folder)
         if self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve():
-            stale = [path for path in stale if int(path.name[5:]) > state.step]
+            stale += self.folder.glob("test_*_step_*.jsonl")
+            stale = [path for path in stale if int(path.stem.rpartition("_")[2]) > state.step]
             earlier = json.loads(config.read_text())["constants"]
             changes = [f"{k}={x!r}" for k, x in constants().items() if earlier.get(k, x) != x]
             print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
