@@ -113,8 +113,7 @@ def sequence_logprobs(model, rows):
 @torch.no_grad()
 def learned_scores(tokenizer, model, prompts, answers):
     """Returns a reward model's scores of answers, (rows,)."""
-    pairs = zip(prompts, answers)
-    inputs = [reward_model.encode_scored(model, tokenizer, *pair) for pair in pairs]
+    inputs = [reward_model.encode_scored(model, tokenizer, *pair) for pair in zip(prompts, answers)]
     batches = (inputs[first : first + 32] for first in range(0, len(inputs), 32))
     return torch.cat([reward_model.answer_scores(model, tokenizer, batch) for batch in batches])
 
@@ -139,6 +138,7 @@ def pair_figures(train, held_out, reward_folder, policy_folder=None):
         rows = [sft.encode_answer(tokenizer, *pair, end_ids) for pair in zip(prompts, answers)]
         scores["the policy's log-probability"] = sequence_logprobs(policy, rows).numpy()
         scores["arithmetic by hand"] = list(map(arithmetic_rule, prompts, answers))
+        scores["the truth"] = np.equal(answers, np.repeat(sft.column(held_out, "solution"), 2)).astype(int)
     scores["reward model"] = learned_scores(tokenizer, model, prompts, answers).numpy()
     margins = {name: np.subtract(x[::2], x[1::2]) for name, x in scores.items()}
     agreement = {name: 0.5 + 0.5 * np.sign(x) for name, x in margins.items()}  # 0.5 if the scores are equal
@@ -217,8 +217,8 @@ def draw(by_seed):
     labels = {"accuracy": "share of correct answers, sampled", "score": "learned score, above that of SFT"}
     for place, (key, y_label) in enumerate(labels.items(), 1):
         axis = figure.add_subplot(1, 2, place, xlabel="KL from the SFT policy (nats per response)")
-        axis.set_ylabel(y_label)
         axis.set_xscale("function", functions=(lambda x: np.maximum(x, 0) ** 0.5, np.square))
+        axis.set(ylabel=y_label, xlim=(0, 8), xticks=[0, 0.1, 0.5, 1, 2, 4, 8])
         axis.grid(alpha=0.3)
         for method, color in zip(by_seed[0], ("C2", "C4", "#5b2a86", "C0", "C3")):
             lines = [(sft.column(x, "kl"), sft.column(x, key)) for x in sft.column(by_seed, method)]
