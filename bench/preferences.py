@@ -34,7 +34,7 @@ import rewards
 import sft
 
 OUT = ROOT / "checkpoints/preferences"
-GSM8K = ROOT.parent / "shared/data/gsm8k/example_model_solutions.jsonl"  # of openai/grade-school-math
+GSM8K = ROOT / "data/real/example_model_solutions.jsonl"  # of github.com/openai/grade-school-math
 PROBLEMS = 200  # held-out ones
 CLASSIFIER = transformers.AutoModelForSequenceClassification
 LEARNED = ["REWARD_FUNCTIONS=[]", "REWARD_MODEL_WEIGHT=1.0", "MAX_STEPS=45"]

@@ -3,34 +3,51 @@
     python bench/speed.py old 7f640d6 grpo                 # steps 2 to 6 against an older commit's grpo.py
     python bench/speed.py old 7f640d6 ppo ACTOR_MODEL=data/real/smollm2 BATCH_SIZE=8 MAX_NEW_TOKENS=48
     python bench/speed.py rollout 20M                      # our sampling against transformers' generate
-    python bench/speed.py preferences                      # our SFT, reward model and DPO against trl's
-    python bench/speed.py preferences smollm2 dpo sft      # of one model, of two stages
+    python bench/speed.py rollout 20M 512 1024 2           # prompts of 512 tokens, 1,024 new ones, 2 prompts
+    python bench/speed.py trl                              # GRPO, SFT, reward model and DPO against trl's
+    python bench/speed.py trl smollm2 dpo sft              # of one model, of two stages
+    OMP_NUM_THREADS=2 python bench/speed.py trl 20M grpo   # two threads: seconds by the clock
 
-KEY=VALUE sets a constant on both sides. `rollout` samples 8 responses to each of 32 prompts, up to 64 tokens,
-with the tiny model, "20M" (a random Llama of 19.7 million parameters and 32,768 ids) or a folder.
+KEY=VALUE sets a constant on both sides. Models are "tiny" (the shipped one), "20M" (a random Llama of 19.7
+million parameters and 32,768 ids), "smollm2" (bench/real.py makes it).
 
-`preferences` needs an environment with bench/requirements-trl.txt, and has a process per measurement. Both
-sides read the same rows in the same micro-batches, in float32, without recomputed activations. Memory is the
-peak until the last step, of the whole process and beyond what it held after the imports. Both ask DPO's
-reference once, before training (trl: precompute_ref_log_probs), which is counted in. On a CPU trl computes
-logits of the prompts, too; here it scores the answers alone, as it does on a GPU.
+`rollout` samples 8 responses to each of 32 prompts of data/tiny, up to 64 tokens. With numbers, prompts have
+random tokens, and a response ends at each token with a probability of 1 / 300 on both sides. Then it says
+where our time goes, by torch.profiler.
+
+`trl` needs an environment with bench/requirements-trl.txt, and has a process per measurement. Both sides read
+the same rows in the same micro-batches, in float32, without recomputed activations. GRPO also has trl with
+all rows of a step in one pass, its fastest setting here; KL_COEF is 0.04 on both sides, rewards are all
+different, so every row is trained. Memory is the peak until the last step, of the whole process and beyond
+what it held after the imports. Both ask DPO's reference once, before training (trl:
+precompute_ref_log_probs), which is counted in. On a CPU trl's DPO computes logits of the prompts, too; here
+it scores the answers alone, as it does on a GPU.
 """
 
 import ast
 import importlib.util
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# One thread: processor seconds, which other programs change little
+clock = time.process_time if os.environ["OMP_NUM_THREADS"] == "1" else time.perf_counter
+time.perf_counter = clock  # what the trainers measure their activities by
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "data/tiny/policy"
@@ -46,12 +63,14 @@ SHAPES = {
         "max_position_embeddings": 2048,
     },
 }
-MODELS = {  # rows of SFT per micro-batch (pairs: half of it), steps after the first one, rounds
-    "tiny": (32, 8, 5),
+MODELS = {  # rows of SFT or GRPO per micro-batch (pairs: half of it), steps after the first one, rounds
+    "tiny": (32, 8, 3),
     "20M": (16, 3, 3),
     "smollm2": (8, 2, 2),
 }
+GRPO_SIZES = {"tiny": (32, 64), "20M": (8, 64), "smollm2": (4, 48)}  # prompts a step, new tokens at most
 STAGES = {  # our file, trainer and constant with the model; trl's trainer
+    "grpo": ("grpo/grpo.py", "GRPOTrainer", "ACTOR_MODEL", "GRPOTrainer"),
     "sft": ("ppo/sft.py", "SFTTrainer", "ACTOR_MODEL", "SFTTrainer"),
     "reward_model": ("ppo/reward_model.py", "RewardModelTrainer", "BASE_MODEL", "RewardTrainer"),
     "dpo": ("rce/dpo.py", "DPOTrainer", "ACTOR_MODEL", "DPOTrainer"),
@@ -71,7 +90,6 @@ def load(path):
 
 def random_model(folder, name):
     """Writes a Llama with random weights and the tiny tokenizer (ids beyond it decode to nothing)."""
-    import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -79,6 +97,19 @@ def random_model(folder, name):
     ids = {f"{token}_token_id": getattr(tokenizer, f"{token}_token_id") for token in ("bos", "eos", "pad")}
     LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **ids, **SHAPES[name])).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def find_model(name, folder):
+    """Returns the path of a model; "20M" is made in `folder`."""
+    if name in SHAPES:
+        random_model(f"{folder}/{name}", name)
+    paths = {"tiny": TINY, "20M": f"{folder}/20M", "smollm2": ROOT / "data/real/smollm2"}
+    return str(paths.get(name, name))
+
+
+def memory():
+    """Returns the peak of this process's memory, in MiB."""
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
 
 
 def table_head(*columns):
@@ -94,12 +125,12 @@ def shown(value):
     return f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
 
 
-def show(name, old, new):
-    """Prints medians of two lists of seconds, and their ratio with its range over neighbouring rounds."""
+def show(name, old, new, third=None):
+    """Prints medians of two lists of seconds, their ratio with its range over rounds, and a third median."""
     ratios = [b / a for a, b in zip(old, new)]
     medians = statistics.median(old), statistics.median(new)
     spread = f"{medians[1] / medians[0]:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    table_row(name, *map(shown, medians), spread)
+    table_row(name, *map(shown, medians), spread, *([shown(statistics.median(third))] if third else []))
 
 
 def steps_of(file, name, folder, words):
@@ -126,7 +157,6 @@ def steps_of(file, name, folder, words):
 
 
 def compare_with_commit(commit, name, *words):
-    time.perf_counter = time.process_time  # what the trainers measure their activities by
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(["git", "-C", ROOT, "archive", commit], check=True, capture_output=True)
         subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
@@ -143,39 +173,68 @@ def compare_with_commit(commit, name, *words):
             show(key, *([run[key] for run in sides[side]] for side in ("old", "new")))
 
 
-def compare_with_generate(model="tiny"):
-    import torch
+def set_end(model, inputs, output):
+    """Gives the end of a response a probability of 1 / 300 at each token."""
+    end = model.config.eos_token_id
+    output.logits[..., end] = -1e9
+    output.logits[..., end] = output.logits.logsumexp(-1) - math.log(299)
 
+
+def compare_with_generate(model="tiny", prompt_tokens=None, new_tokens=64, prompts=32):
     grpo = load(ROOT / "grpo/grpo.py")
+    grpo.MAX_NEW_TOKENS = int(new_tokens)
     with tempfile.TemporaryDirectory() as folder:
-        if model in SHAPES:
-            random_model(folder, model)
-        grpo.ACTOR_MODEL = {"tiny": str(TINY), "20M": folder}.get(model, model)
+        grpo.ACTOR_MODEL = find_model(model, folder)
         grpo.OUTPUT_DIR, grpo.EVAL_DATASETS = f"{folder}/run", []
         trainer = grpo.GRPOTrainer("no")
-    rows = [row for row in trainer.train_rows[:32] for _ in range(8)]
-    prompts, mask = grpo.pad_left([row["ids"] for row in rows], trainer.device)
-    sampling = {"do_sample": True, "top_k": 0, "max_new_tokens": grpo.MAX_NEW_TOKENS, "pad_token_id": 0}
-    ours, theirs = [], []
-    for number in range(ROUNDS + 1):
-        started = time.process_time()
-        batch = trainer.respond(rows, torch.rand(len(rows), grpo.MAX_NEW_TOKENS))
-        middle = time.process_time()
+    rows = trainer.train_rows[: int(prompts)]
+    if prompt_tokens:
+        for row in rows:
+            row["ids"] = torch.randint(9, 99, (int(prompt_tokens),)).tolist()
+        trainer.actor.register_forward_hook(set_end)
+    rows = [row for row in rows for _ in range(8)]
+    ids, mask = grpo.pad_left([row["ids"] for row in rows], trainer.device)
+    end = trainer.end_ids[0]
+    sampling = {"do_sample": True, "top_k": 0, "max_new_tokens": grpo.MAX_NEW_TOKENS, "pad_token_id": end}
+
+    def generate_ours():
+        return int(trainer.respond(rows, torch.rand(len(rows), grpo.MAX_NEW_TOKENS)).lengths.sum())
+
+    def generate_theirs():
         with torch.no_grad():
-            ids = trainer.actor.generate(prompts, attention_mask=mask, **sampling)
-        tokens = int((ids[:, prompts.shape[1] :] != 0).sum())
-        if number:  # the first round warms up
-            ours.append((middle - started) / int(batch.lengths.sum()))
-            theirs.append((time.process_time() - middle) / tokens)
-    table_head("processor seconds of a token", "generate", "ours", "ours / generate")
-    show(model, theirs, ours)
+            output = trainer.actor.generate(ids, attention_mask=mask, **sampling)[:, ids.shape[1] :]
+        is_end = (output == end).int()
+        return int((is_end.cumsum(1) - is_end == 0).sum())
+
+    sides = {"generate": generate_theirs, "ours": generate_ours}
+    seconds, peaks = {side: [] for side in sides}, {}
+    for number in range(ROUNDS + 1 - bool(prompt_tokens)):
+        for side, function in sides.items():
+            Path("/proc/self/clear_refs").write_text("5")  # the peak of memory begins anew
+            before = memory()
+            started = clock()
+            tokens = function()
+            if number or prompt_tokens:  # otherwise the first round warms up
+                seconds[side].append((clock() - started) / tokens)
+            peaks[side] = memory() - before
+    table_head("seconds of a token; MiB of the rollout", "generate", "ours", "ours / generate")
+    show(model, *seconds.values())
+    table_row("memory", *map(shown, peaks.values()), f"{peaks['ours'] / peaks['generate']:.2f}")
+    if prompt_tokens:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            generate_ours()
+        times = Counter({event.key: event.self_cpu_time_total for event in profile.key_averages()})
+        for name, time_of_all in times.most_common(8):
+            print(f"{time_of_all / times.total():7.1%}  {name}")
 
 
-def write_preferences(path, stage, rows_per_step, steps):
+def write_rows(path, stage, rows_per_step, steps):
     """Writes chats of data/tiny, sorted by length within a step, as our trainers sort them."""
     source, columns = "pairs.jsonl", {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
     if stage == "sft":
         source, columns = "demonstrations.jsonl", {"problem": "prompt", "solution": "completion"}
+    if stage == "grpo":
+        source, columns = "train.jsonl", {"problem": "prompt"}
     rows = [json.loads(line) for line in (ROOT / "data/tiny" / source).read_text().splitlines()]
     with open(path, "w") as file:
         for first in range(0, rows_per_step * steps, rows_per_step):
@@ -188,40 +247,58 @@ def write_preferences(path, stage, rows_per_step, steps):
 
 
 def timed(method, seconds):
-    """Returns a method that also adds its processor seconds to a list."""
+    """Returns a method that also adds its seconds to a list."""
 
     def call(*arguments):
-        started = time.process_time()
+        started = clock()
         result = method(*arguments)
-        seconds.append(time.process_time() - started)
+        seconds.append(clock() - started)
         return result
 
     return call
 
 
-def our_trainer(stage, model, data, size, folder, stamp, reference_seconds):
+def reward(prompts, responses, answers):
+    """All rewards of a group differ, so every row is trained."""
+    return [float(number % 8) for number in range(len(responses))]
+
+
+def our_trainer(stage, model, data, sizes, folder, stamp, seconds):
     file, name, model_constant, _ = STAGES[stage]
     script = load(ROOT / file)
     stamp()
     columns = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
     if stage == "sft":
         columns = {"input": "prompt", "output": "completion"}
+    if stage == "grpo":
+        columns = {"input": "prompt"}
     settings = {"TRAIN_DATASETS": [{"path": data, "type": "jsonl", **columns}], "EVAL_DATASETS": []}
-    settings |= {"BATCH_SIZE": size, "GRADIENT_ACCUMULATION_STEPS": ACCUMULATION, "NUM_EPOCHS": 1}
+    settings |= {"BATCH_SIZE": sizes.micro, "GRADIENT_ACCUMULATION_STEPS": sizes.parts, "NUM_EPOCHS": 1}
     settings |= {"LEARNING_RATE": 1e-5, "OUTPUT_DIR": f"{folder}/run"}
+    if stage == "grpo":
+        settings |= {"BATCH_SIZE": sizes.prompts, "GRADIENT_ACCUMULATION_STEPS": 1, "KL_COEF": 0.04}
+        settings |= {"MICRO_BATCH_ROWS": sizes.micro, "MAX_NEW_TOKENS": sizes.tokens, "MAX_STEPS": None}
+        settings |= {"REWARD_FUNCTIONS": [(reward, 1.0)], "EVAL_EVERY_N_STEPS": 0, "SAVE_EVERY_N_STEPS": 0}
     for key, value in {**settings, model_constant: model}.items():
         assert key in script.constants(), key
         setattr(script, key, value)
     if stage == "dpo":
-        script.DPOTrainer.add_reference = timed(script.DPOTrainer.add_reference, reference_seconds)
+        script.DPOTrainer.add_reference = timed(script.DPOTrainer.add_reference, seconds["reference"])
     trainer = getattr(script, name)("no")
     record, rows = trainer.record, iter(trainer.train_rows)
-    trainer.next_rows = lambda: list(itertools.islice(rows, size * ACCUMULATION))
-    trainer.record = lambda *arguments: (record(*arguments), stamp())
+    trainer.next_rows = trainer.next_prompts = lambda: list(itertools.islice(rows, sizes.prompts))
+
+    def record_and_stamp(batch, *arguments):
+        record(batch, *arguments)
+        for part, value in getattr(trainer, "seconds", {}).items():
+            seconds[part].append(value)
+        stamp()
+
+    trainer.record = record_and_stamp
     return trainer
 
 
-def trl_trainer(stage, model, data, size, folder, stamp, reference_seconds):
+def trl_trainer(stage, model, data, sizes, folder, stamp, seconds):
     import datasets
     import transformers
     import trl
@@ -231,69 +308,93 @@ def trl_trainer(stage, model, data, size, folder, stamp, reference_seconds):
     trainer_class, config_class = getattr(trl, name), getattr(trl, name.replace("Trainer", "Config"))
     stamp()
     trl.trainer.utils._use_triton = lambda device: True  # logits of the answers alone
-    settings = {"per_device_train_batch_size": size, "gradient_accumulation_steps": ACCUMULATION}
-    settings |= {"num_train_epochs": 1, "train_sampling_strategy": "sequential", "learning_rate": 1e-5}
-    settings |= {"bf16": False, "use_cpu": True, "gradient_checkpointing": False, "output_dir": folder}
-    settings |= {"report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    settings = {"per_device_train_batch_size": sizes.micro, "gradient_accumulation_steps": sizes.parts}
+    settings |= {"num_train_epochs": 1, "learning_rate": 1e-5, "output_dir": folder, "save_strategy": "no"}
+    settings |= {"bf16": False, "use_cpu": True, "gradient_checkpointing": False}
+    settings |= {"report_to": [], "disable_tqdm": True}
+    extra = {}
+    if stage == "grpo":
+        settings |= {"num_generations": 8, "max_completion_length": sizes.tokens, "beta": 0.04, "top_k": 0}
+        settings |= {"shuffle_dataset": False, "loss_type": "dapo"}
+        extra = {"reward_funcs": lambda prompts, completions, **_: reward(prompts, completions, None)}
+        for method, part in (("_generate", "rollout"), ("_generate_and_score_completions", "score")):
+            setattr(trainer_class, method, timed(getattr(trainer_class, method), seconds[part]))
+    else:
+        settings["train_sampling_strategy"] = "sequential"
     if stage == "reward_model":
         settings["center_rewards_coefficient"] = 0.01
     if stage == "dpo":
         settings["precompute_ref_log_probs"] = True
         precompute = trainer_class._precompute_ref_logps
-        trainer_class._precompute_ref_logps = timed(precompute, reference_seconds)
+        trainer_class._precompute_ref_logps = timed(precompute, seconds["reference"])
 
     class Stamp(transformers.TrainerCallback):
         def on_step_end(self, *_, **__):
             stamp()
 
     rows = datasets.Dataset.from_list([json.loads(line) for line in open(data)])
-    return trainer_class(model, args=config_class(**settings), train_dataset=rows, callbacks=[Stamp()])
+    extra |= {"args": config_class(**settings), "train_dataset": rows, "callbacks": [Stamp()]}
+    return trainer_class(model, **extra)
 
 
-def measure(side, stage, model, data, size):
-    """Trains once. Prints a line of JSON: processor seconds per step after the first, and memory in MiB."""
-    seconds, peaks, reference_seconds = [], [], []  # after the imports, and after each step
+def measure(side, stage, model, data, sizes):
+    """Trains once. Prints a line of JSON: seconds per step after the first, and memory in MiB."""
+    sizes = SimpleNamespace(**json.loads(sizes))
+    if side == "trl, all at once":
+        sizes.micro, sizes.parts = sizes.micro * sizes.parts, 1
+    stamps, peaks = [], []  # after the imports, and after each step
+    seconds = {"rollout": [], "score": [], "update": [], "reference": []}
 
     def stamp():
-        seconds.append(time.process_time())
-        peaks.append(int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024)
+        stamps.append(clock())
+        peaks.append(memory())
 
     with tempfile.TemporaryDirectory() as folder:
-        make_trainer = {"ours": our_trainer, "trl": trl_trainer}[side]
-        make_trainer(stage, model, data, int(size), folder, stamp, reference_seconds).train()
-    steps = [end - start for start, end in itertools.pairwise(seconds[1:])]
-    step = statistics.median(steps) + sum(reference_seconds) / (len(steps) + 1)
-    print(json.dumps({"seconds": step, "peak memory": peaks[-1], "beyond imports": peaks[-1] - peaks[0]}))
+        make_trainer = our_trainer if side == "ours" else trl_trainer
+        make_trainer(stage, model, data, sizes, folder, stamp, seconds).train()
+    steps = [end - start for start, end in itertools.pairwise(stamps[1:])]
+    result = {"seconds": statistics.median(steps) + sum(seconds["reference"]) / (len(steps) + 1)}
+    if stage == "grpo":
+        parts = {part: statistics.median(values[1:]) for part, values in seconds.items() if values}
+        if side != "ours":
+            parts["score"] -= parts["rollout"]  # trl's method does both
+        parts["update"] = result["seconds"] - parts["rollout"] - parts["score"]
+        result |= parts
+    print(json.dumps({**result, "peak memory": peaks[-1], "beyond imports": peaks[-1] - peaks[0]}))
 
 
 def compare_with_trl(*words):
     if unknown := set(words) - {*MODELS, *STAGES}:
         sys.exit(f"unknown: {', '.join(unknown)}\n{__doc__}")
-    table_head("a step: processor seconds, MiB", "trl", "ours", "ours / trl")
+    table_head("a step: seconds, MiB", "trl", "ours", "ours / trl (range of rounds)", "trl, all rows at once")
     with tempfile.TemporaryDirectory() as folder:
-        random_model(f"{folder}/20M", "20M")
-        paths = {"tiny": TINY, "20M": f"{folder}/20M", "smollm2": ROOT / "data/real/smollm2"}
         for model in [word for word in words if word in MODELS] or MODELS:
+            path = find_model(model, folder)
             for stage in [word for word in words if word in STAGES] or STAGES:
                 rows, steps, rounds = MODELS[model]
-                size = rows if stage == "sft" else rows // 2
+                sizes = {"micro": rows if stage in ("sft", "grpo") else rows // 2, "parts": 2}
+                sizes["prompts"] = sizes["micro"] * sizes["parts"]
+                if stage == "grpo":
+                    sizes["prompts"], sizes["tokens"] = GRPO_SIZES[model]
+                    sizes["parts"] = 8 * sizes["prompts"] // sizes["micro"]
                 data = f"{folder}/data.jsonl"
-                write_preferences(data, stage, size * ACCUMULATION, steps + 1)
-                results = {"trl": [], "ours": []}
+                write_rows(data, stage, sizes["prompts"], steps + 1)
+                sides = ["trl", "ours"] + ["trl, all at once"] * (stage == "grpo")
+                results = {side: [] for side in sides}
                 for number in range(rounds):
-                    for side in sorted(results, reverse=number % 2 == 1):
-                        arguments = side, stage, paths[model], data, str(size)
-                        command = [sys.executable, __file__, "measure", *arguments]
+                    for side in sides if number % 2 else reversed(sides):
+                        command = [sys.executable, __file__, "measure", side, stage, path, data]
+                        command.append(json.dumps(sizes))
                         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
                         results[side].append(json.loads(output.splitlines()[-1]))
                 for key in results["ours"][0]:
-                    sides = [[result[key] for result in side] for side in results.values()]
-                    show(f"{model}, {stage}, {key}", *sides)
+                    values = [[result[key] for result in results[side]] for side in sides]
+                    show(f"{model}, {stage}, {key}", *values)
 
 
 def main(what=None, *words):
     commands = {"old": compare_with_commit, "rollout": compare_with_generate}
-    commands |= {"preferences": compare_with_trl, "measure": measure}
+    commands |= {"trl": compare_with_trl, "measure": measure}
     if what not in commands:
         sys.exit(__doc__)
     commands[what](*words)

@@ -6,8 +6,8 @@
     python grpo/grpo_rec.py @mine/words.txt
 
 The folder gets train.csv, valid.csv, test.csv (a user, a history, the item that came next), index.json {item:
-codes}, items.txt (codes, title, item), vectors.npy (of the titles) and words.txt, the constants that
-grpo_rec.py needs. Further arguments: the constants below as KEY=VALUE.
+codes}, items.txt (codes, title, item) and words.txt, the constants that grpo_rec.py needs. Further arguments:
+the constants below as KEY=VALUE.
 
 Splits. SPLIT=time, the default: the test asks for the last TEST_SHARE of all interactions, validation for the
 VALID_SHARE before them, and what is older is trained on. So nothing that is trained on is later than what is
@@ -20,23 +20,26 @@ longer history. A user's training rows end STRIDE items apart, by default MAX_HI
 trained on once, in a window of that length.
 
 Codes. k-means cuts unit vectors of the titles into CODES groups. The next level cuts what is left of each
-(the vector minus its centre), and so on, LEVELS times. If two items have the same codes, every item gets one
+(the vector minus its centre), LEVELS times. If two items have the same codes, every item gets one
 more: among equals 0 is the one bought most before validation. So items of a group are alike, and what is
-learnt of one is learnt of the others. Vectors: SVD of the TF-IDF of the titles' pieces of words, or the mean
-of a model's last hidden states (MODEL=folder or a hub name).
+learnt of one is learnt of the others. Vectors: SVD of the TF-IDF of the titles' pieces of words.
 """
 
 import csv
-import difflib
 import json
 import math
 import sys
+import warnings
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from datetime import datetime, UTC
 from pathlib import Path
 
 import numpy as np
+from sklearn.cluster import KMeans
+from sklearn.decomposition import TruncatedSVD
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.feature_extraction.text import TfidfVectorizer
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -53,8 +56,7 @@ MAX_HISTORY = 0  # items of a history that grpo_rec.py reads; 0: chosen from the
 HISTORY_SHARE = 0.75
 LEVELS = 3
 CODES = 0  # groups of a level; 0: the square root of the number of items
-MODEL = ""  # "": TF-IDF
-WIDTH = 64  # of TF-IDF's vectors
+WIDTH = 64  # of the vectors
 SEED = 0
 WORDS = {  # of grpo_rec.py: what words.txt names in the folder
     "TRAIN_FILE": "train.csv",
@@ -72,15 +74,15 @@ class UserError(Exception):
 
 
 def read_csv(constant, columns):
-    """[(line, a text for each of columns)]."""
+    """Returns [(line, a text for each of columns)]."""
     where = f"{constant} = {globals()[constant]!r}"
+    rows = []
     try:
         with open(globals()[constant], newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, strict=True)
             for name in columns:
                 if (reader.fieldnames or []).count(name) != 1:
                     raise UserError(f"{where}: it needs one column {name!r}; it has {reader.fieldnames}")
-            rows = []
             for record in reader:
                 cells = [" ".join((record[name] or "").split()) for name in columns]
                 if "" in cells or None in record:  # None: more fields than columns
@@ -89,18 +91,17 @@ def read_csv(constant, columns):
                 rows.append((reader.line_num, *cells))
     except (OSError, UnicodeError, csv.Error) as error:
         raise UserError(f"{where}: {error}") from None
-    if not rows:
-        raise UserError(f"{where}: it has no line below its columns")
     return rows
 
 
 def seconds_of(text, where):
     """Returns the seconds since 1970 of a number or a date."""
     try:
-        if math.isfinite(float(text)):
-            return float(text)
+        seconds = float(text)
     except ValueError:
-        pass
+        seconds = math.nan
+    if math.isfinite(seconds):
+        return seconds
     try:
         date = datetime.fromisoformat(text)
     except ValueError:
@@ -109,27 +110,22 @@ def seconds_of(text, where):
     return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
 
 
-def read_titles():
-    """Returns {item: title}."""
+def read_log():
+    """Returns {item: title} and {user: [(seconds, item)] by time}."""
     titles = {}
-    constant = "TITLES" if TITLES else "LOG"
-    for line, item, title in read_csv(constant, (ITEM, TITLE)):
+    for line, item, title in read_csv("TITLES" if TITLES else "LOG", (ITEM, TITLE)):
         if titles.setdefault(item, title) != title:
-            raise UserError(f"{globals()[constant]} line {line}: item {item!r} has two titles: delete one")
-    return titles
-
-
-def read_log(titles):
-    """Returns {user: [(seconds, item)] by time}."""
+            raise UserError(f"{TITLES or LOG} line {line}: item {item!r} has two titles: delete one")
     events = defaultdict(list)
     for line, user, item, time in read_csv("LOG", (USER, ITEM, TIME)):
         where = f"LOG = {LOG!r} line {line}"
         if item not in titles:
-            raise UserError(
-                f"{where}: item {item!r} has no title in {TITLES or LOG}: add it, or delete the line"
-            )
+            raise UserError(f"{where}: item {item!r} has no title in {TITLES}: add it, or delete the line")
         events[user].append((seconds_of(time, where), item))
-    return {user: sorted(pairs, key=lambda pair: pair[0])[-LONGEST:] for user, pairs in events.items()}
+    if not events:
+        raise UserError(f"LOG = {LOG!r}: it has no line below its columns")
+    by_time = {user: sorted(pairs, key=lambda pair: pair[0]) for user, pairs in events.items()}
+    return titles, {user: pairs[-LONGEST:] for user, pairs in by_time.items()}
 
 
 def split_rows(events):
@@ -167,77 +163,29 @@ def split_rows(events):
 
 def suitable_history(lengths):
     """Returns the shortest length that HISTORY_SHARE of the histories do not exceed, but 10 to 50."""
-    if not lengths:
-        return 10
-    lengths = sorted(lengths)
-    return min(50, max(10, lengths[math.ceil(HISTORY_SHARE * len(lengths)) - 1]))
+    shortest = np.quantile(lengths or [0], HISTORY_SHARE, method="inverted_cdf")
+    return int(min(50, max(10, shortest)))
 
 
-def tfidf_vectors(texts):
-    from sklearn.decomposition import TruncatedSVD
-    from sklearn.feature_extraction.text import TfidfVectorizer
-
+def title_vectors(texts):
+    """Returns vectors of length 1, (texts, WIDTH or less)."""
     pieces = {"analyzer": "char_wb", "ngram_range": (3, 5), "max_features": 2**17}
-    try:
-        found = TfidfVectorizer(sublinear_tf=True, **pieces).fit_transform(texts)
-    except ValueError:
-        raise UserError("no title has a word of three letters: give a MODEL") from None
+    found = TfidfVectorizer(sublinear_tf=True, **pieces).fit_transform(texts)
     width = min(WIDTH, found.shape[1] - 1, len(texts))
-    return TruncatedSVD(width, random_state=SEED).fit_transform(found) if width > 1 else found.toarray()
-
-
-def model_vectors(texts):
-    """Mean of the last hidden states of each text."""
-    import torch
-    from transformers import AutoModel, AutoTokenizer
-
-    found = []
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(MODEL)
-        model = AutoModel.from_pretrained(MODEL, dtype=torch.float32).eval()
-        for begin in range(0, len(texts), 64):
-            some = texts[begin : begin + 64]
-            batch = tokenizer(some, padding=True, truncation=True, max_length=128, return_tensors="pt")
-            with torch.no_grad():
-                hidden = model(**batch).last_hidden_state
-            mask = batch["attention_mask"].unsqueeze(-1)
-            found.append(((hidden * mask).sum(1) / mask.sum(1)).numpy())
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(f"MODEL = {MODEL!r} gives no vectors of titles: {reason}") from None
-    return np.concatenate(found)
-
-
-def k_means(vectors, count, rng, passes=30):
-    """(which of `count` centres each vector is nearest to, the centres): Lloyd's from k-means++."""
-    centres = vectors[rng.integers(len(vectors), size=1)]
-    nearest = ((vectors - centres) ** 2).sum(1)
-    while len(centres) < count and nearest.sum() > 1e-9:  # there are no more that differ
-        chosen = vectors[rng.choice(len(vectors), p=nearest / nearest.sum())]
-        centres = np.concatenate([centres, chosen[None]])
-        nearest = np.minimum(nearest, ((vectors - chosen) ** 2).sum(1))
-    for _ in range(passes):
-        group = ((centres**2).sum(1) - 2 * vectors @ centres.T).argmin(1)
-        sizes = np.bincount(group, minlength=len(centres))[:, None]
-        sums = np.zeros_like(centres)
-        np.add.at(sums, group, vectors)
-        moved = np.where(sizes > 0, sums / np.maximum(sizes, 1), centres)
-        if np.allclose(moved, centres):
-            break
-        centres = moved
-    return group, centres
+    vectors = TruncatedSVD(width, random_state=SEED).fit_transform(found) if width > 1 else found.toarray()
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
 
 
 def make_codes(items, vectors, bought):
-    """{item: [codes]}; vectors (items, width), bought {item: how often}."""
-    rng = np.random.default_rng(SEED)
+    """Returns {item: [codes]}; vectors (items, width), bought {item: how often}."""
+    warnings.simplefilter("ignore", ConvergenceWarning)  # fewer vectors that differ than groups
     rest = vectors.astype(np.float64)
     paths = []
-    count = CODES or math.isqrt(len(items) - 1) + 1
+    count = min(CODES, len(items)) or math.isqrt(len(items) - 1) + 1
     for _ in range(LEVELS):
-        group, centres = k_means(rest, count, rng)
-        rest = rest - centres[group]
-        paths.append(group.tolist())
+        groups = KMeans(count, n_init=1, random_state=SEED).fit(rest)
+        rest = rest - groups.cluster_centers_[groups.labels_]
+        paths.append(groups.labels_.tolist())
     same = defaultdict(list)
     for item, path in zip(items, zip(*paths)):
         same[path].append(item)
@@ -245,11 +193,11 @@ def make_codes(items, vectors, bought):
     for path, members in same.items():
         for place, item in enumerate(sorted(members, key=lambda item: -bought[item])):
             last = [place] if len(same) < len(items) else []
-            codes[item] = [f"<{'abcdefghijkl'[n]}_{x}>" for n, x in enumerate([*path, *last])]
+            codes[item] = [f"<{letter}_{x}>" for letter, x in zip("abcdefghijkl", [*path, *last])]
     return {item: codes[item] for item in items}
 
 
-def write(folder, rows, longest, titles, codes, vectors):
+def write(folder, rows, longest, titles, codes):
     folder.mkdir(parents=True, exist_ok=True)
     for name, some in rows.items():
         with open(folder / f"{name}.csv", "w", newline="", encoding="utf-8") as file:
@@ -259,7 +207,6 @@ def write(folder, rows, longest, titles, codes, vectors):
     (folder / "index.json").write_text(json.dumps(codes) + "\n")
     lines = [f"{''.join(codes[item])}\t{title}\t{item}\n" for item, title in titles.items()]
     (folder / "items.txt").write_text("".join(lines), encoding="utf-8")
-    np.save(folder / "vectors.npy", vectors.astype(np.float32))
     words = [f"{key}={folder / name}" for key, name in WORDS.items()] + ["VALUES_FILE=None", "VALUE_WEIGHT=0"]
     words.append(f"MAX_HISTORY={longest}")
     # As many training rows per optimizer step as have about 256 items to learn, a power of two
@@ -273,26 +220,18 @@ def write(folder, rows, longest, titles, codes, vectors):
 
 
 def apply_words(words):
-    known = []
-    for name, value in globals().items():
-        if name.isupper() and type(value) in (str, int, float):
-            known.append(name)
+    known = [name for name, value in globals().items() if name.isupper() and type(value) in (str, int, float)]
     for word in words:
         key, _, text = word.partition("=")
         if key not in known:
-            near = difflib.get_close_matches(key.upper(), known, 1, 0.0)[0]
-            raise UserError(f"{word!r} is not KEY=VALUE with a constant of this file, such as {near}")
+            raise UserError(f"{word!r} is not KEY=VALUE with one of the constants {', '.join(known)}")
         try:
             globals()[key] = type(globals()[key])(text)
         except ValueError:
             raise UserError(f"{word}: {key} takes a number, such as {globals()[key]}") from None
-    if SPLIT not in ("time", "last"):
-        raise UserError(f"SPLIT = {SPLIT!r}: it takes time or last")
-    if not 0 < VALID_SHARE < 1 - TEST_SHARE < 1:
-        shares = f"VALID_SHARE = {VALID_SHARE} and TEST_SHARE = {TEST_SHARE}"
-        raise UserError(f"{shares} must be above 0, their sum below 1")
-    if not 1 <= LEVELS <= 11:
-        raise UserError("LEVELS is 1 to 11")
+    if SPLIT not in ("time", "last") or not 1 <= LEVELS <= 11 or not 0 < VALID_SHARE < 1 - TEST_SHARE < 1:
+        takes = "SPLIT takes time or last, LEVELS 1 to 11; the SHAREs are above 0 and their sum below 1"
+        raise UserError(f"{takes}: {' '.join(words)}")
 
 
 def main(words):
@@ -306,12 +245,10 @@ def main(words):
     for path in (Path(LOG).resolve(), Path(TITLES or LOG).resolve()):
         if path.parent == folder and path.name in (*WORDS.values(), "words.txt"):
             raise UserError(f"{path} would be overwritten: name another folder to write")
-    titles = read_titles()
-    rows, longest, bought = split_rows(read_log(titles))
-    vectors = (model_vectors if MODEL else tfidf_vectors)(list(titles.values()))
-    vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
-    codes = make_codes(list(titles), vectors, bought)
-    write(folder, rows, longest, titles, codes, vectors)
+    titles, events = read_log()
+    rows, longest, bought = split_rows(events)
+    codes = make_codes(list(titles), title_vectors(list(titles.values())), bought)
+    write(folder, rows, longest, titles, codes)
     unseen = sum(items[-1] not in bought for _, items in rows["test"])
     alike = len(titles) - len({tuple(path[:LEVELS]) for path in codes.values()})
     counts = ", ".join(f"{len(pairs)} in {name}.csv" for name, pairs in rows.items())

@@ -28,7 +28,6 @@ Writes train.csv and test.csv (question, answer, guild, region) and reader/ (mod
 import csv
 import random
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -46,12 +45,7 @@ EXAMPLES = 5  # in a sequence: the last one follows 4 demonstrations
 LEARNING_RATE = 2e-3
 AUXILIARY_WEIGHT = 0.5
 # Auxiliary losses: layer, places beside an answer's first token, and what it must know there
-AUXILIARY = [
-    (1, (-1, 0, 1), "guild"),
-    (1, (-1, 0, 1), "region"),
-    (2, (0,), "place"),
-    (3, (-1,), "place"),
-]
+AUXILIARY = [(1, (-1, 0, 1), "guild"), (1, (-1, 0, 1), "region"), (2, (0,), "place"), (3, (-1,), "place")]
 
 GUILDS = {
     "food": "baker cook butcher brewer",
@@ -101,10 +95,8 @@ def write_rows(path, rng, count, tables):
         writer = csv.writer(file)
         writer.writerow(["question", "answer", "guild", "region"])
         for _ in range(count):
-            example = make_example(rng, list(GUILDS), list(REGIONS))
-            writer.writerow(
-                [example["question"], answer(example, tables), example["guild"], example["region"]]
-            )
+            x = make_example(rng, list(GUILDS), list(REGIONS))
+            writer.writerow([x["question"], answer(x, tables), x["guild"], x["region"]])
 
 
 # ---------------------------------------------------------------- the reader
@@ -124,13 +116,11 @@ def make_tokenizer():
 
 
 def make_model(tokenizer):
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
+        **size,
         head_dim=32,
+        vocab_size=len(tokenizer),
         tie_word_embeddings=True,
         max_position_embeddings=256,
         initializer_range=0.125,
@@ -168,10 +158,9 @@ def train_reader(rng, tokenizer):
     heads = torch.nn.ModuleList(torch.nn.Linear(64, NUM_CLASSES[fact]) for _, _, fact in AUXILIARY)
     parameters = [*model.parameters(), *heads.parameters()]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.98))
-    started = time.process_time()
     for step in range(1, STEPS + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min(1, step / 100, (STEPS - step + 1) / (0.4 * STEPS))
+        scale = min(1, step / 100, (STEPS - step + 1) / (0.4 * STEPS))
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * scale
         ids, starts, facts = make_batch(rng, tokenizer)
         output = model.model(input_ids=ids, output_hidden_states=True)
         answered = torch.stack([starts, starts + 1, starts + 2], 1).flatten()  # good, last word, end
@@ -189,10 +178,7 @@ def train_reader(rng, tokenizer):
         if step % 100 == 0:
             right = (logits.argmax(2) == ids[:, answered]).float().mean(0).view(EXAMPLES, 3)[:, :2]
             shown = "  ".join(f"{good:.2f} {word:.2f}" for good, word in right.tolist())
-            seconds = time.process_time() - started
-            print(
-                f"step {step}: good, word right after 0 to 4 examples: {shown}  {seconds:.0f} s", flush=True
-            )
+            print(f"step {step}: good, word right after 0 to 4 examples: {shown}", flush=True)
     return model.eval()
 
 

@@ -18,14 +18,13 @@ What the best action is, the words do not tell in three of them; what BM25 finds
 The reader, a causal model, learns on *other* worlds: every few steps the facts are dealt anew from the same
 vocabulary, so it reads and cannot remember.
 
-Writes corpus.jsonl, questions.jsonl, reader/ and facts.json (sizes and seconds). What the reader is worth on
-it, `python ppo/ppo_rag.py MAX_STEPS=0` prints.
+Writes corpus.jsonl, questions.jsonl and reader/. What the reader is worth on it,
+`python ppo/ppo_rag.py MAX_STEPS=0` prints.
 """
 
 import json
 import random
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -33,8 +32,12 @@ import torch.nn.functional as F
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "ppo"))
+from ppo_rag import PARAGRAPH, PROMPT
+
 SEED = 1
-OUT = str(Path(__file__).resolve().parent / "rag")
+OUT = str(ROOT / "data/rag")
 QUESTIONS = {"one-hop": 420, "work": 400, "reworded": 400, "two-hop": 200, "comparison": 80}
 OLD_SPELLINGS = 1 / 3  # of one-hop and reworded questions
 SHARED_NAMES = 1 / 2  # of work questions as drawn; a third remain, for what is drawn twice counts once
@@ -46,45 +49,39 @@ STEPS_PER_WORLD = 4  # of training; dealing a world takes as long as a small ste
 READER_LEARNING_RATE = 2e-3
 MOST_PARAGRAPHS = 8  # in a lesson of the reader: ppo_rag.py's largest top_k
 
-INSTRUCTION = (
-    "Answer ONLY with the correct answer, as a short phrase, based strictly on the provided CONTEXTS."
-)
-PROMPT = INSTRUCTION + "\nCONTEXTS:\n{contexts}\nQUESTION: {question}\nANSWER:"
-PARAGRAPH = "[{n}] {title}: {text}"  # n from 1
 UNKNOWN = "unknown"  # what the reader says when its paragraphs do not tell
 
-FIRST_NAMES = (
-    "Robert William Richard Margaret Elizabeth Katherine Edward John Theodore James Henry Charles Mary "
-    "Martha Sarah Helen Dorothy Frances Anthony Andrew Alexander Barbara Caroline Daniel Eleanor Francis "
-    "George Harriet Isabel Joseph Laurence Matilda Nicholas Oliver Patrick Rebecca Samuel Thomas Victoria "
-    "Walter Agnes Bridget Clara Edith Flora Grace Hugh Ivor Julia Kenneth Louisa Miles Norah Owen Philip "
-    "Ruth Simon Toby Ursula Vera"
-).split()
-SURNAMES = [
-    a + b
-    for a in ("Mer Tin Hol Bran Cor Dal Fen Gor Hasl Wick Ash Brid Cald Dray El Far Gil Hark Led Nor").split()
-    for b in (
-        "row sel den ford by wood man kin ton ley mer stock well worth shaw hurst combe lock ridge gast"
-    ).split()
-]
-TOWNS = [
-    a + b
-    for a in "Tor Ost Vel Kar Lun Mos Nar Pel Rud Sor".split()
-    for b in "vale mere stad holm burg gate bridge minster".split()
-]
-RIVERS = [a + b for a in "Es Al Ir Or Ul Ab Em Ag".split() for b in "ter na wen dra lis".split()]
-ADJECTIVES = (
-    "Silent Broken Golden Hidden Distant Burning Frozen Hollow Crimson Endless Fading Gentle Haunted Iron "
-    "Jealous Kindly Lonely Midnight Narrow Painted Quiet Restless Sleeping Tangled Unseen Velvet Wandering "
-    "Yellow Ancient Bitter Crooked Drowned Empty Fallen Green Honest Invisible Last Marble Northern"
-).split()
-NOUNS = (
-    "Harbor Lamp Garden Mirror Tower Bridge Forest Island Letter Orchard Castle Window Meadow Anchor Candle "
-    "Desert Engine Feather Glacier Hunter Kingdom Lantern Mountain Needle Ocean Palace Quarry Rider Shepherd "
-    "Temple Valley Winter Archer Beacon Canyon Dancer Ember Falcon Grove Heron Jester Key Lighthouse Mill "
-    "Nightingale Oak Pilgrim Raven Statue Thorn Village Whistle Abbey Bell Crown Door Emperor Fountain Gate "
-    "Horizon"
-).split()
+FIRST_NAMES = """
+    Robert William Richard Margaret Elizabeth Katherine Edward John Theodore James Henry Charles Mary Martha
+    Sarah Helen Dorothy Frances Anthony Andrew Alexander Barbara Caroline Daniel Eleanor Francis George
+    Harriet Isabel Joseph Laurence Matilda Nicholas Oliver Patrick Rebecca Samuel Thomas Victoria Walter Agnes
+    Bridget Clara Edith Flora Grace Hugh Ivor Julia Kenneth Louisa Miles Norah Owen Philip Ruth Simon Toby
+    Ursula Vera
+""".split()
+ADJECTIVES = """
+    Silent Broken Golden Hidden Distant Burning Frozen Hollow Crimson Endless Fading Gentle Haunted Iron
+    Jealous Kindly Lonely Midnight Narrow Painted Quiet Restless Sleeping Tangled Unseen Velvet Wandering
+    Yellow Ancient Bitter Crooked Drowned Empty Fallen Green Honest Invisible Last Marble Northern
+""".split()
+NOUNS = """
+    Harbor Lamp Garden Mirror Tower Bridge Forest Island Letter Orchard Castle Window Meadow Anchor Candle
+    Desert Engine Feather Glacier Hunter Kingdom Lantern Mountain Needle Ocean Palace Quarry Rider Shepherd
+    Temple Valley Winter Archer Beacon Canyon Dancer Ember Falcon Grove Heron Jester Key Lighthouse Mill
+    Nightingale Oak Pilgrim Raven Statue Thorn Village Whistle Abbey Bell Crown Door Emperor Fountain Gate
+    Horizon
+""".split()
+
+
+def joined(beginnings, ends):
+    return [a + b for a in beginnings.split() for b in ends.split()]
+
+
+SURNAMES = joined(
+    "Mer Tin Hol Bran Cor Dal Fen Gor Hasl Wick Ash Brid Cald Dray El Far Gil Hark Led Nor",
+    "row sel den ford by wood man kin ton ley mer stock well worth shaw hurst combe lock ridge gast",
+)
+TOWNS = joined("Tor Ost Vel Kar Lun Mos Nar Pel Rud Sor", "vale mere stad holm burg gate bridge minster")
+RIVERS = joined("Es Al Ir Or Ul Ab Em Ag", "ter na wen dra lis")
 CREATORS = 6 * ["author"] + 3 * ["director"] + 3 * ["composer"]  # of each noun
 KINDS = {"author": "novel", "director": "film", "composer": "opera"}
 APPEARED = {"author": "published", "director": "released", "composer": "performed"}
@@ -92,6 +89,18 @@ OTHERS = "painter sculptor doctor sailor teacher judge gardener banker".split()
 BIRTH_YEARS = (1800, 1899)
 TOWN_YEARS = (1700, 1799)
 WORK_YEARS = (1825, 1959)
+ASKED = {  # of a person: {type: {what is asked for: forms of the question}}
+    "one-hop": {
+        "year": ["When was {} born?", "In which year was {} born?"],
+        "town": ["Where was {} born?", "In which town was {} born?"],
+        "calling": ["What was the profession of {}?", "What profession had {}?"],
+    },
+    "reworded": {
+        "year": ["In what year did {} come into the world?", "What year saw {} come into the world?"],
+        "town": ["From what place did {} hail?", "What place did {} hail from?"],
+        "calling": ["What did {} do for a living?", "How did {} earn a living?"],
+    },
+}
 
 
 # ---------------------------------------------------------------- worlds
@@ -115,16 +124,8 @@ def make_people(rng):
     callings += [(rng.choice(OTHERS), None) for _ in range(len(callings) * 2 // 3)]
     people = []
     for (first, last), (calling, noun) in zip(names, callings):
-        person = {
-            "first": first,
-            "last": last,
-            "title": f"{first} {last}",
-            "calling": calling,
-            "noun": noun,
-            "town": rng.choice(TOWNS),
-            "year": rng.randint(*BIRTH_YEARS),
-            "works": [],
-        }
+        person = {"title": f"{first} {last}", "first": first, "last": last, "calling": calling, "noun": noun}
+        person |= {"town": rng.choice(TOWNS), "year": rng.randint(*BIRTH_YEARS), "works": []}
         role = f"{calling} of the {noun} cycle" if noun else f"a {calling}"
         person["text"] = f"{role}, born in the town of {person['town']} in {person['year']}."
         people.append(person)
@@ -147,15 +148,9 @@ def make_works(people, rng):
             appeared = APPEARED[person["calling"]]
             article = "an" if kind == "opera" else "a"
             text = f"{article} {kind} by {person['title']}, first {appeared} in {year}."
-            works[title] = {
-                "title": title,
-                "text": text,
-                "name": name,
-                "kind": kind,
-                "year": year,
-                "by": person,
-            }
-            person["works"].append(works[title])
+            work = {"title": title, "text": text, "name": name, "kind": kind, "year": year, "by": person}
+            works[title] = work
+            person["works"].append(work)
     return list(works.values())
 
 
@@ -188,17 +183,11 @@ def make_world(rng, shipped=False):
     people = make_people(rng)
     if shipped:
         people = thin_out(people, rng)
-    works = make_works(people, rng)
-    towns = make_towns(rng)
-    return {
-        "people": people,
-        "works": works,
-        "towns": {town["title"]: town for town in towns},
-        "by_last": group_by(people, "last"),
-        "by_first": group_by(people, "first"),
-        "by_noun": group_by([person for person in people if person["noun"]], "noun"),
-        "by_name": group_by(works, "name"),
-    }
+    world = {"people": people, "works": make_works(people, rng)}
+    world["towns"] = {town["title"]: town for town in make_towns(rng)}
+    for name in ("last", "first", "noun"):
+        world[f"by_{name}"] = group_by(people, name)
+    return {**world, "by_name": group_by(world["works"], "name")}
 
 
 # ---------------------------------------------------------------- questions
@@ -209,14 +198,16 @@ def question(type_, text, answer, *gold):
     return {"question": text, "answer": str(answer), "type": type_, "gold": titles}
 
 
-def ask_person(person, rng):
+def ask_person(person, rng, type_, old_spellings=None):
+    """old_spellings: how often the surname is as it was spelt of old; by default in reworded questions."""
     relation = rng.choice(["year", "town", "calling"])
-    text = {
-        "year": ["When was {} born?", "In which year was {} born?"],
-        "town": ["Where was {} born?", "In which town was {} born?"],
-        "calling": ["What was the profession of {}?", "What profession had {}?"],
-    }[relation]
-    return question("one-hop", rng.choice(text).format(person["title"]), person[relation], person)
+    name = person["first"]
+    if type_ == "reworded" and relation != "town" and rng.random() < 0.5:
+        name = f"the {demonym(person['town'])} {name}"
+    text = rng.choice(ASKED[type_][relation])
+    is_old = type_ == "reworded" if old_spellings is None else rng.random() < old_spellings
+    last = old_spelling(person["last"]) if is_old else person["last"]
+    return question(type_, text.format(f"{name} {last}"), person[relation], person)
 
 
 def ask_work(work, rng):
@@ -232,20 +223,6 @@ def ask_town(town, rng):
     if rng.random() < 0.5:
         return question("one-hop", f"On which river lies {town['title']}?", town["river"], town)
     return question("one-hop", f"When was {town['title']} founded?", town["year"], town)
-
-
-def ask_reworded(person, rng):
-    """Surname as it was spelt of old, demonym for town, and no word of the paragraph's but the first name."""
-    relation = rng.choice(["year", "town", "calling"])
-    name = f"{person['first']} {old_spelling(person['last'])}"
-    if relation != "town" and rng.random() < 0.5:
-        name = f"the {demonym(person['town'])} {name}"
-    text = {
-        "year": ["In what year did {} come into the world?", "What year saw {} come into the world?"],
-        "town": ["From what place did {} hail?", "What place did {} hail from?"],
-        "calling": ["What did {} do for a living?", "How did {} earn a living?"],
-    }[relation]
-    return question("reworded", rng.choice(text).format(name), person[relation], person)
 
 
 def ask_two_hop(work, rng):
@@ -287,13 +264,6 @@ def other_person(person, world, rng):
     return rng.choice([p for p in world["people"] if p is not person])
 
 
-def respell(row, person, old):
-    """The question with the surname as it was spelt of old, or as the paragraphs have it."""
-    names = [f"{person['first']} {last}" for last in (person["last"], old_spelling(person["last"]))]
-    text = row["question"].replace(names[1], names[0])
-    return {**row, "question": text.replace(names[0], names[1]) if old else text}
-
-
 def ask(type_, world, rng):
     """A question of the shipped world; the reader's lessons have more, and spellings as they come."""
     person = rng.choice(world["people"])
@@ -301,8 +271,7 @@ def ask(type_, world, rng):
     if type_ == "one-hop" and rng.random() < 0.1:
         return ask_town(rng.choice(list(world["towns"].values())), rng)
     if type_ in ("one-hop", "reworded"):
-        row = (ask_person if type_ == "one-hop" else ask_reworded)(person, rng)
-        return respell(row, person, rng.random() < OLD_SPELLINGS)
+        return ask_person(person, rng, type_, OLD_SPELLINGS)
     if type_ == "work":
         shared = rng.random() < SHARED_NAMES
         while shared != (len(world["by_name"][work["name"]]) > 1) or (shared and work["kind"] == "novel"):
@@ -353,36 +322,17 @@ def make_tokenizer(worlds):
     vocab = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *sorted(words)])}
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     core.pre_tokenizer = splitter
-    core.decoder = decoders.Sequence(
-        [
-            decoders.WordPiece("##", cleanup=True),
-            decoders.Fuse(),
-            decoders.Replace(" :", ":"),
-            decoders.Replace("( ", "("),
-            decoders.Replace(" )", ")"),
-        ]
-    )
-    fixed = [INSTRUCTION, "CONTEXTS:", "QUESTION:", "ANSWER:"]
+    signs = [decoders.Replace(" :", ":"), decoders.Replace("( ", "("), decoders.Replace(" )", ")")]
+    core.decoder = decoders.Sequence([decoders.WordPiece("##", cleanup=True), decoders.Fuse(), *signs])
+    fixed = [PROMPT.split("\n")[0], "CONTEXTS:", "QUESTION:", "ANSWER:"]
     fixed += [f"[{n}]" for n in range(1, 21)]
     core.add_tokens([AddedToken(text, normalized=False) for text in fixed])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        padding_side="left",
-        model_input_names=["input_ids", "attention_mask"],
-        clean_up_tokenization_spaces=False,
-        model_max_length=1024,
-    )
+    options = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>", "padding_side": "left"}
+    options |= {"model_input_names": ["input_ids", "attention_mask"], "model_max_length": 1024}
+    return PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **options)
 
 
 # ---------------------------------------------------------------- the reader's lessons
-
-
-def write_contexts(entities):
-    lines = [PARAGRAPH.format(n=n, title=e["title"], text=e["text"]) for n, e in enumerate(entities, 1)]
-    return "\n".join(lines)
 
 
 def sample_up_to(rows, count, rng):
@@ -432,11 +382,9 @@ def draw_questions(world, entities, rng):
         if rng.random() < 0.35:  # a namesake, of whom the paragraphs seldom tell
             name = rng.choice(["first", "first", "last"])
             person = rng.choice(world[f"by_{name}"][known[name]])
-        kind = rng.choice("person reworded work town two-hop two-hop comparison".split())
-        if kind == "person":
-            new = ask_person(person, rng)
-        elif kind == "reworded":
-            new = ask_reworded(person, rng)
+        kind = rng.choice("one-hop reworded work town two-hop two-hop comparison".split())
+        if kind in ASKED:
+            new = ask_person(person, rng, kind)
         elif kind == "work" and works:
             new = ask_work(rng.choice(works), rng)
         elif kind == "town" and towns:
@@ -448,7 +396,7 @@ def draw_questions(world, entities, rng):
         else:
             continue
         if not titles.issuperset(new["gold"]):
-            if kind not in ("person", "reworded") and rng.random() < 0.93:
+            if kind not in ASKED and rng.random() < 0.93:
                 continue  # most questions can be answered
             new["answer"] = UNKNOWN
         rows[new["question"]] = new
@@ -462,35 +410,31 @@ def reader_batch(world, tokenizer, size, rng):
     question with its answer; a question sees the context and itself and its positions go on from the
     context's, so it stands exactly as in a prompt of its own.
     """
-    heads = []
-    tails = []
+    contexts, asked, answers = [], [], []
     for _ in range(READER_BATCH):
         entities = draw_context(world, size, rng)
-        head, tail = PROMPT.format(contexts=write_contexts(entities), question="|").split("|")
-        heads.append(head.removesuffix("QUESTION: "))
+        texts = [PARAGRAPH.format(n=n, title=e["title"], text=e["text"]) for n, e in enumerate(entities, 1)]
+        context, tail = PROMPT.format(contexts="\n".join(texts), question="|").split("|")
+        contexts.append(context.removesuffix("QUESTION: "))
         for row in draw_questions(world, entities, rng):
-            tails.append(f"QUESTION: {row['question']}{tail}")
-            tails.append(f" {row['answer']}{tokenizer.eos_token}")
-    heads = tokenizer(heads)["input_ids"]
-    tails = tokenizer(tails)["input_ids"]
-    columns = {"ids": [], "positions": [], "segments": [], "labels": []}
-    for r, head in enumerate(heads):
-        ids = list(head)
-        positions = list(range(len(head)))
-        segments = [0] * len(head)
-        labels = [-100] * len(head)
-        for j in range(QUESTIONS_PER_CONTEXT):
-            at = 2 * (r * QUESTIONS_PER_CONTEXT + j)
-            asked = tails[at]
-            answer = tails[at + 1]
-            ids += asked + answer
-            positions += range(len(head), len(head) + len(asked) + len(answer))
-            segments += [j + 1] * (len(asked) + len(answer))
-            labels += [-100] * len(asked) + answer
-        for name, row in zip(columns, (ids, positions, segments, labels)):
-            columns[name].append(row)
-    fill = {"ids": tokenizer.pad_token_id, "positions": 0, "segments": -1, "labels": -100}
-    return [pad_right(rows, fill[name]) for name, rows in columns.items()]
+            asked.append(f"QUESTION: {row['question']}{tail}")
+            answers.append(f" {row['answer']}{tokenizer.eos_token}")
+    contexts, asked, answers = (tokenizer(texts)["input_ids"] for texts in (contexts, asked, answers))
+    rows = []
+    for number, context in enumerate(contexts):
+        ids = list(context)
+        positions, segments = [*range(len(context))], [0] * len(context)
+        labels = [-100] * len(context)
+        for segment in range(1, QUESTIONS_PER_CONTEXT + 1):
+            place = number * QUESTIONS_PER_CONTEXT + segment - 1
+            new = asked[place] + answers[place]
+            ids += new
+            positions += range(len(context), len(context) + len(new))
+            segments += [segment] * len(new)
+            labels += [-100] * len(asked[place]) + answers[place]
+        rows.append((ids, positions, segments, labels))
+    fillers = (tokenizer.pad_token_id, 0, -1, -100)
+    return [pad_right(column, filler) for column, filler in zip(zip(*rows), fillers)]
 
 
 # ---------------------------------------------------------------- training
@@ -499,13 +443,6 @@ def reader_batch(world, tokenizer, size, rng):
 def pad_right(rows, fill):
     width = max(map(len, rows))
     return torch.tensor([list(row) + [fill] * (width - len(row)) for row in rows])
-
-
-def cosine_scale(step, total):
-    """Factor of the learning rate: a linear warm-up, then half a cosine down to 0.01."""
-    warmup = max(1, min(100, total // 10))
-    cosine = torch.cos(torch.tensor(step / total * torch.pi)).item()
-    return min((step + 1) / warmup, 0.5 * (1 + cosine) + 0.01)
 
 
 def start_as_synonyms(model, tokenizer):
@@ -560,13 +497,15 @@ def reader_loss(model, tokenizer, world, progress, rng):
 
 
 def train(model, tokenizer):
-    """On other worlds, never the shipped one. Returns the seconds it took."""
+    """On other worlds, never the shipped one."""
     rng = random.Random(f"reader {SEED}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=READER_LEARNING_RATE, weight_decay=0.01, fused=True)
-    started = time.time()
     for step in range(READER_STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = READER_LEARNING_RATE * cosine_scale(step, READER_STEPS)
+        # A linear warm-up, then half a cosine
+        warmup = max(1, min(100, READER_STEPS // 10))
+        cosine = torch.cos(torch.tensor(step / READER_STEPS * torch.pi)).item()
+        scale = min((step + 1) / warmup, 0.5 * (1 + cosine) + 0.01)
+        optimizer.param_groups[0]["lr"] = READER_LEARNING_RATE * scale
         if step % STEPS_PER_WORLD == 0:
             world = make_world(rng)
         loss, right = reader_loss(model, tokenizer, world, step / READER_STEPS, rng)
@@ -575,41 +514,33 @@ def train(model, tokenizer):
         optimizer.step()
         optimizer.zero_grad()
         if step % 100 == 0 or step == READER_STEPS - 1:
-            done = f"step {step:5d}/{READER_STEPS}  loss {loss.item():.4f}  right {right.item():.3f}"
-            print(f"{done}  {time.time() - started:.0f} s", flush=True)
-    model.eval()
-    return round(time.time() - started)
+            print(
+                f"step {step:5d}/{READER_STEPS}  loss {loss.item():.4f}  right {right.item():.3f}", flush=True
+            )
 
 
 def new_reader(tokenizer):
     torch.manual_seed(SEED)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=5,
-            num_attention_heads=4,
-            max_position_embeddings=1024,
-            initializer_range=0.06,
-            rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
-            tie_word_embeddings=True,
-            attention_bias=True,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-        )
+    size = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 5, "num_attention_heads": 4}
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=1024,
+        initializer_range=0.06,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        tie_word_embeddings=True,
+        attention_bias=True,
+        bos_token_id=None,
+        **size,
+        **special,
     )
+    model = LlamaForCausalLM(config)
     start_as_synonyms(model, tokenizer)
     start_as_lookup(model)
     return model
 
 
 # ---------------------------------------------------------------- all of it
-
-
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def main():
@@ -624,34 +555,18 @@ def main():
     shipped = random.Random(SEED)
     world = make_world(shipped, shipped=True)
     corpus = make_corpus(world, shipped)
-    questions = make_questions(world, shipped)
-    write_lines(out / "corpus.jsonl", corpus)
-    write_lines(out / "questions.jsonl", questions)
-
+    for name, rows in (("corpus", corpus), ("questions", make_questions(world, shipped))):
+        (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     rng = random.Random(SEED + 1000)
-    vocabulary = [make_world(rng) for _ in range(3)]
-    tokenizer = make_tokenizer(vocabulary)
+    tokenizer = make_tokenizer([make_world(rng) for _ in range(3)])
     for row in corpus:
         text = row["title"] + ": " + row["text"]
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text, text
-
     reader = new_reader(tokenizer)
     print(f"{reader.num_parameters():,} parameters", flush=True)
-    seconds = train(reader, tokenizer)
+    train(reader, tokenizer)
     reader.save_pretrained(out / "reader")
     tokenizer.save_pretrained(out / "reader")
-
-    facts = {
-        "seed": SEED,
-        "threads": torch.get_num_threads(),
-        "paragraphs": len(corpus),
-        "questions": QUESTIONS,
-        "vocabulary": len(tokenizer),
-        "reader_parameters": reader.num_parameters(),
-        "reader_steps": READER_STEPS,
-        "reader_seconds": seconds,
-    }
-    (out / "facts.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

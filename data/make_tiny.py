@@ -11,7 +11,7 @@ The reward model starts from the policy's weights and learns to prefer a right s
 ppo/sft.py and ppo/reward_model.py train the two. The shipped models were made with the same data, steps and
 rates, by loops that stood here before those scripts existed.
 
-Writes train.jsonl, test.jsonl, train.parquet, policy/, reward_model/ and facts.json.
+Writes train.jsonl, test.jsonl, train.parquet, policy/ and reward_model/.
 """
 
 import json
@@ -53,8 +53,7 @@ TIMES = ["Then the number of {i} doubles.", "Then the number of {i} triples."]
 
 
 def make_problem(rng):
-    """One problem: {"problem": text, "steps": ["12+7=19", ...], "answer": 14}; every number is within 0 to
-    99."""
+    """Returns {"problem": text, "steps": ["12+7=19", ...], "answer": 14}; every number is within 0 to 99."""
     name = rng.choice(NAMES)
     item = rng.choice(ITEMS)
     steps = []
@@ -86,6 +85,14 @@ def make_problem(rng):
             steps.append(f"{value}-{b}={value - b}")
             value -= b
     return {"problem": f"{text} How many {item} are there now?", "steps": steps, "answer": value}
+
+
+def new_problem(known, rng):
+    """Returns a problem that is not among the `known` texts."""
+    problem = make_problem(rng)
+    while problem["problem"] in known:
+        problem = make_problem(rng)
+    return problem
 
 
 def write_solution(steps, answer):
@@ -130,13 +137,11 @@ def steps_with_a_slip(steps, rng):
 
 
 def wrong_solution(problem, rng):
-    """A solution whose answer is wrong: a habit, a slip in a sum, a wrong last number, or steps gone
-    astray."""
+    """A solution whose answer is wrong: a habit, a slip in a sum, a wrong last number, or steps astray."""
     steps, answer = problem["steps"], problem["answer"]
+    kinds = "stop_early stop_early guess repeat slip last twice short other".split()
     while True:
-        kind = rng.choice(
-            ["stop_early", "stop_early", "guess", "repeat", "slip", "last", "twice", "short", "other"]
-        )
+        kind = rng.choice(kinds)
         if kind in HABITS:
             text = habit_solution(problem, kind, rng)
         elif kind == "slip":
@@ -157,6 +162,18 @@ def wrong_solution(problem, rng):
             return text
 
 
+def make_demonstration(problem, habits, rng):
+    """Returns a row with the solution of someone whose habit is drawn from {habit: its share}."""
+    habit = rng.choices(list(habits), list(habits.values()))[0]
+    return {"problem": problem["problem"], "solution": habit_solution(problem, habit, rng)}
+
+
+def make_pair(problem, rng):
+    """Returns a row with a right and a wrong solution."""
+    right, wrong = habit_solution(problem, "right", rng), wrong_solution(problem, rng)
+    return {"prompt": problem["problem"], "chosen": right, "rejected": wrong}
+
+
 # ---------------------------------------------------------------- tokenizer
 
 
@@ -172,13 +189,9 @@ def make_tokenizer():
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     core.pre_tokenizer = splitter
     core.decoder = decoders.Fuse()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        clean_up_tokenization_spaces=False,
-        model_max_length=512,
+        tokenizer_object=core, clean_up_tokenization_spaces=False, model_max_length=512, **special
     )
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] }}"
@@ -194,79 +207,23 @@ def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def train(script, folder, **constants):
-    """Runs a trainer from start to end in `folder`. Returns the folder of its last checkpoint and its last
-    evaluation."""
-    common = {"WEIGHT_DECAY": 0.01, "WARMUP_STEPS": 100, "LR_SCHEDULER_TYPE": "cosine", "NUM_EPOCHS": 1}
-    common |= {"GRADIENT_ACCUMULATION_STEPS": 1, "EVAL_EVERY_N_STEPS": 0, "SAVE_EVERY_N_STEPS": 0}
-    common |= {"SEED": SEED, "RESUME": "no", "OUTPUT_DIR": folder}
-    words = [f"{key}={value}" for key, value in {**common, **constants}.items()]
-    subprocess.check_call([sys.executable, str(ROOT / script), *words])
-    evaluations = []
-    for line in (folder / "logs/metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if record["phase"] == "eval":
-            evaluations.append(record)
-    return folder / f"step_{evaluations[-1]['step']}", evaluations[-1]
-
-
-def train_policy(start, test_file, out, work, rng):
-    """Trains the model of the folder `start` on solutions of which most follow a bad habit, each problem
-    once, and copies it to `out`. Returns the last evaluation: how often it solves the held-out problems."""
-    held_out = {json.loads(line)["problem"] for line in test_file.read_text().splitlines()}
-    rows = []
-    while len(rows) < SFT_STEPS * SFT_BATCH:
-        problem = make_problem(rng)
-        if problem["problem"] not in held_out:
-            habit = rng.choices(list(HABITS), list(HABITS.values()))[0]
-            rows.append({"input": problem["problem"], "output": habit_solution(problem, habit, rng)})
-    write_rows(work / "habits.jsonl", rows)
-    columns = {"type": "jsonl", "input": "input", "output": "output"}
-    test_columns = {"type": "jsonl", "input": "problem", "output": "solution"}
-    checkpoint, evaluation = train(
-        "ppo/sft.py",
-        work / "sft",
-        ACTOR_MODEL=start,
-        TRAIN_DATASETS=json.dumps([{"path": str(work / "habits.jsonl"), **columns}]),
-        EVAL_DATASETS=json.dumps([{"path": str(test_file), **test_columns}]),
-        BATCH_SIZE=SFT_BATCH,
-        LEARNING_RATE=SFT_LEARNING_RATE,
-    )
-    # The last one, not best/: most demonstrations are wrong, and the held-out solutions are right
-    shutil.copytree(checkpoint / "policy", out, dirs_exist_ok=True)
-    return evaluation
-
-
-def reward_pairs(count, rng, refuse=()):
-    """Returns `count` pairs of a right and a wrong solution."""
-    rows = []
-    while len(rows) < count:
-        problem = make_problem(rng)
-        if problem["problem"] not in refuse:
-            right = write_solution(problem["steps"], problem["answer"])
-            wrong = wrong_solution(problem, rng)
-            rows.append({"prompt": problem["problem"], "chosen": right, "rejected": wrong})
-    return rows
-
-
-def train_reward_model(policy, test_file, out, work, rng):
-    """Trains a reward model from the policy's weights and copies it to `out`. Returns the last evaluation."""
-    held_out = {json.loads(line)["problem"] for line in test_file.read_text().splitlines()}
-    write_rows(work / "pairs.jsonl", reward_pairs(REWARD_STEPS * REWARD_BATCH, rng, held_out))
-    write_rows(work / "pairs_test.jsonl", reward_pairs(1000, random.Random(SEED + 1)))
-    columns = {"type": "jsonl", "prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
-    checkpoint, evaluation = train(
-        "ppo/reward_model.py",
-        work / "reward_model",
-        BASE_MODEL=policy,
-        TRAIN_DATASETS=json.dumps([{"path": str(work / "pairs.jsonl"), **columns}]),
-        EVAL_DATASETS=json.dumps([{"path": str(work / "pairs_test.jsonl"), **columns}]),
-        MAX_EVAL_PAIRS=1000,
-        BATCH_SIZE=REWARD_BATCH,
-        LEARNING_RATE=REWARD_LEARNING_RATE,
-    )
-    shutil.copytree(checkpoint / "reward_model", out, dirs_exist_ok=True)
-    return evaluation
+def train(script, out, data, **constants):
+    """Runs a trainer from start to end, and copies the model of its last checkpoint to `out`. data: (rows to
+    train on, held-out rows, their columns)."""
+    rows, test_rows, columns = data
+    with tempfile.TemporaryDirectory() as folder:
+        for name, written in (("TRAIN", rows), ("EVAL", test_rows)):
+            write_rows(Path(folder) / f"{name}.jsonl", written)
+            spec = {"path": f"{folder}/{name}.jsonl", "type": "jsonl", **columns}
+            constants[f"{name}_DATASETS"] = json.dumps([spec])
+        words = "WEIGHT_DECAY=0.01 WARMUP_STEPS=100 LR_SCHEDULER_TYPE=cosine NUM_EPOCHS=1 RESUME=no".split()
+        words += "GRADIENT_ACCUMULATION_STEPS=1 EVAL_EVERY_N_STEPS=0 SAVE_EVERY_N_STEPS=0".split()
+        words += [f"SEED={SEED}", f"OUTPUT_DIR={folder}/run"]
+        words += [f"{key}={value}" for key, value in constants.items()]
+        subprocess.check_call([sys.executable, str(ROOT / script), *words])
+        # The last one, not best/: most demonstrations are wrong, and the held-out solutions are right
+        (checkpoint,) = Path(folder).glob(f"run/step_*/{out.name}")
+        shutil.copytree(checkpoint, out, dirs_exist_ok=True)
 
 
 def main():
@@ -280,57 +237,59 @@ def main():
     torch.manual_seed(SEED)
     rng = random.Random(SEED)
 
-    seen = set()
-    rows = []
-    while len(rows) < TRAIN_ROWS + PARQUET_ROWS + TEST_ROWS:
-        problem = make_problem(rng)
-        if problem["problem"] not in seen:
-            seen.add(problem["problem"])
-            solution = write_solution(problem["steps"], problem["answer"])
-            rows.append({"problem": problem["problem"], "solution": solution})
-    in_parquet = rows[TRAIN_ROWS + TEST_ROWS :]
-    parts = {"train.jsonl": rows[:TRAIN_ROWS], "test.jsonl": rows[TRAIN_ROWS : TRAIN_ROWS + TEST_ROWS]}
-    for name, part in parts.items():
-        write_rows(out / name, part)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(in_parquet), out / "train.parquet")
+    problems = {}
+    for _ in range(TRAIN_ROWS + PARQUET_ROWS + TEST_ROWS):
+        problem = new_problem(problems, rng)
+        problems[problem["problem"]] = habit_solution(problem, "right", rng)
+    rows = [{"problem": problem, "solution": solution} for problem, solution in problems.items()]
+    train_rows, test_rows = rows[:TRAIN_ROWS], rows[TRAIN_ROWS : TRAIN_ROWS + TEST_ROWS]
+    write_rows(out / "train.jsonl", train_rows)
+    write_rows(out / "test.jsonl", test_rows)
+    in_parquet = pyarrow.Table.from_pylist(rows[TRAIN_ROWS + TEST_ROWS :])
+    pyarrow.parquet.write_table(in_parquet, out / "train.parquet")
 
     tokenizer = make_tokenizer()
     for row in rows:
         text = row["problem"] + "\n" + row["solution"]
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text, text
 
+    size = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
+        **size,
     )
     policy = LlamaForCausalLM(config)
     print(f"vocabulary {len(tokenizer)}, policy {policy.num_parameters():,} parameters", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        policy.save_pretrained(work / "start")
-        tokenizer.save_pretrained(work / "start")
-        solved = train_policy(work / "start", out / "test.jsonl", out / "policy", work, rng)
-        scored = train_reward_model(out / "policy", out / "test.jsonl", out / "reward_model", work, rng)
-    facts = {
-        "seed": SEED,
-        "sft_steps": SFT_STEPS,
-        "reward_steps": REWARD_STEPS,
-        "policy_accuracy_greedy": solved["accuracy_greedy"],
-        "policy_accuracy_sampled": solved["accuracy_sampled"],
-        "reward_model_pair_accuracy": scored["accuracy"],
-        "reward_model_mean_right": scored["chosen_score"],
-        "reward_model_mean_wrong": scored["rejected_score"],
-    }
-    (out / "facts.json").write_text(json.dumps(facts, indent=1) + "\n")
-    print(json.dumps(facts))
+    held_out = {row["problem"] for row in test_rows}
+    count = SFT_STEPS * SFT_BATCH
+    demonstrations = [make_demonstration(new_problem(held_out, rng), HABITS, rng) for _ in range(count)]
+    with tempfile.TemporaryDirectory() as start:
+        policy.save_pretrained(start)
+        tokenizer.save_pretrained(start)
+        train(
+            "ppo/sft.py",
+            out / "policy",
+            (demonstrations, test_rows, {"input": "problem", "output": "solution"}),
+            ACTOR_MODEL=start,
+            BATCH_SIZE=SFT_BATCH,
+            LEARNING_RATE=SFT_LEARNING_RATE,
+        )
+    pairs = [make_pair(new_problem(held_out, rng), rng) for _ in range(REWARD_STEPS * REWARD_BATCH)]
+    test_rng = random.Random(SEED + 1)
+    test_pairs = [make_pair(make_problem(test_rng), test_rng) for _ in range(1000)]
+    train(
+        "ppo/reward_model.py",
+        out / "reward_model",
+        (pairs, test_pairs, {name: name for name in pairs[0]}),
+        BASE_MODEL=out / "policy",
+        BATCH_SIZE=REWARD_BATCH,
+        LEARNING_RATE=REWARD_LEARNING_RATE,
+    )
 
 
 if __name__ == "__main__":

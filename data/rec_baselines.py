@@ -11,7 +11,6 @@ history's items (1808.09781), trained with the softmax over all items; of the ep
 NDCG@10 on validation.
 """
 
-import importlib.util
 import itertools
 import sys
 from pathlib import Path
@@ -26,9 +25,8 @@ DECAYS = (0, 0.1, 0.2, 0.4, 0.6, 0.8)
 EPOCHS = 30
 PATIENCE = 4  # epochs without a better NDCG@10
 
-spec = importlib.util.spec_from_file_location("grpo_rec", ROOT / "grpo/grpo_rec.py")
-rec = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(rec)
+sys.path.insert(0, str(ROOT / "grpo"))
+import grpo_rec as rec
 
 
 class Counts:
@@ -72,21 +70,6 @@ class Counts:
         return weights[:, known] @ after
 
 
-class Debiased:
-    def __init__(self, counts, popularity):
-        self.counts = counts
-        self.exposure = (1 + popularity) ** 0.5
-
-    def scores(self, histories):
-        return self.counts.scores(histories) / self.exposure
-
-
-def best_counts(rows, paths, valid_rows):
-    """Returns Counts on all levels with the smoothing and the decay of the best NDCG@10 on validation."""
-    models = [Counts(rows, paths, *pair) for pair in itertools.product(SMOOTHING, DECAYS)]
-    return max(models, key=lambda model: ndcg(model, valid_rows))
-
-
 class SASRec(torch.nn.Module):
     def __init__(self, items, longest, width=64, layers=2, heads=2, dropout=0.3):
         super().__init__()
@@ -102,7 +85,7 @@ class SASRec(torch.nn.Module):
         torch.nn.init.normal_(self.places.weight, std=0.02)
 
     def forward(self, histories):
-        """A vector after each place: histories (rows, T), padded on the right, to (rows, T, width)."""
+        """Returns a vector after each place, (rows, T, width), of right-padded histories (rows, T)."""
         size = histories.shape[1]
         hidden = self.dropout(self.items(histories) + self.places.weight[:size])
         causal = torch.triu(torch.ones(size, size, dtype=torch.bool), 1)
@@ -131,8 +114,7 @@ def train_sasrec(sequences, valid_rows, items):
         targets.append([item if is_learnt else -100 for item, is_learnt in pairs])
     targets = pad(targets, -100)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
-    best = -1.0
-    waited = 0
+    best, waited = -1.0, 0
     for _ in range(EPOCHS):
         model.train()
         for chunk in torch.randperm(len(inputs)).split(4 * rec.SFT_BATCH_SIZE):
@@ -141,11 +123,10 @@ def train_sasrec(sequences, valid_rows, items):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        reached = ndcg(model, valid_rows)
+        reached = ndcg(model.scores, valid_rows)
         waited += 1
         if reached > best:
-            best = reached
-            waited = 0
+            best, waited = reached, 0
             weights = {key: value.clone() for key, value in model.state_dict().items()}
         if waited == PATIENCE:
             break
@@ -153,18 +134,19 @@ def train_sasrec(sequences, valid_rows, items):
     return model
 
 
-def top_items(model, histories):
-    """Returns the best items after each history, (histories, as many as the figures need)."""
+def top_items(scores_of, histories):
+    """Returns the best items after each history, (histories, as many as the figures need). scores_of gives a
+    score for each item, (histories, items)."""
     lists = []
     count = max(20, rec.GROUP_SIZE)
     for first in range(0, len(histories), 512):
-        scores = model.scores(histories[first : first + 512])
+        scores = scores_of(histories[first : first + 512])
         lists.append(scores.sort(dim=1, descending=True, stable=True).indices[:, :count])
     return torch.cat(lists)
 
 
-def ndcg(model, rows):
-    return rec.gains(top_items(model, rec.column(rows, "history")), rows, 10).mean().item()
+def ndcg(scores_of, rows):
+    return rec.gains(top_items(scores_of, rec.column(rows, "history")), rows, 10).mean().item()
 
 
 def main():
@@ -177,21 +159,22 @@ def main():
     codes = torch.tensor([[number[code] for code in codes] for codes in catalogue.codes])
     paths = rec.Trie(codes, "cpu").paths
     torch.manual_seed(rec.SEED)
-    counts = best_counts(rows, paths, valid_rows)
-    popularity = torch.tensor(rec.column(rows, "target")).bincount(minlength=len(catalogue.items))
-    models = {
-        "popularity": Counts(rows, paths[:, :1]),
-        "markov": Counts(rows, paths[:, [0, -1]]),
-        "counts": counts,
-        "debiased": Debiased(counts, popularity),
-        "sasrec": train_sasrec(sequences, valid_rows, len(catalogue.items)),
+    grid = [Counts(rows, paths, *pair) for pair in itertools.product(SMOOTHING, DECAYS)]
+    counts = max(grid, key=lambda model: ndcg(model.scores, valid_rows))
+    exposure = (1 + torch.tensor(rec.column(rows, "target")).bincount(minlength=len(catalogue.items))) ** 0.5
+    methods = {
+        "popularity": Counts(rows, paths[:, :1]).scores,
+        "markov": Counts(rows, paths[:, [0, -1]]).scores,
+        "counts": counts.scores,
+        "debiased": lambda histories: counts.scores(histories) / exposure,
+        "sasrec": train_sasrec(sequences, valid_rows, len(catalogue.items)).scores,
     }
     histories = sorted({tuple(row["history"]) for row in valid_rows + test_rows})
     smallest = np.min_scalar_type(-len(catalogue.items))  # a type of few bytes
     arrays = {"histories": pad(histories, -1).numpy().astype(smallest)}
-    for name, model in models.items():
-        arrays[name] = top_items(model, histories).numpy().astype(smallest)
-        print(f"{name:10} NDCG@10 on validation {ndcg(model, valid_rows):.4f}")
+    for name, scores_of in methods.items():
+        arrays[name] = top_items(scores_of, histories).numpy().astype(smallest)
+        print(f"{name:10} NDCG@10 on validation {ndcg(scores_of, valid_rows):.4f}")
     np.savez_compressed(rec.BASELINES_FILE, **arrays)
     print(f"{rec.BASELINES_FILE}: {len(histories)} histories")
 

@@ -26,9 +26,10 @@ import grpo
 URL = os.environ.get("JUDGE_URL", "http://127.0.0.1:8000/v1/chat/completions")
 MODEL = os.environ.get("JUDGE_MODEL", "judge")
 HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ.get("JUDGE_KEY", "")}
-ASK = (
-    "Question: {}\nResponse: {}\nReference answer: {}\nGrade the response from 0 to 10. Write a number only."
-)
+ASK = """Question: {}
+Response: {}
+Reference answer: {}
+Grade the response from 0 to 10. Write a number only."""
 WAITS = [0, 1, 4]  # seconds before each try
 THREADS = 32  # calls at a time
 
@@ -49,13 +50,8 @@ def grade(prompt, response, answer):
         try:
             found = re.search(r"\d+", ask(ASK.format(prompt, response, answer)))
             return min(10, int(found[0])) / 10 if found else 0.0
-        except (
-            OSError,
-            HTTPException,
-            ValueError,
-            LookupError,
-            TypeError,
-        ) as error:  # no reply, or a wrong one
+        # No reply, or a wrong one
+        except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
             fault = error
     raise grpo.UserError(f"JUDGE_URL = {URL}: no judge replies ({fault}); start a server, then go on")
 

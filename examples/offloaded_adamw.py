@@ -3,8 +3,6 @@
 Replaces make_optimizer(). AdamW keeps 8 bytes per parameter. Here they lie in the CPU's memory, and are
 copied to the GPU only while their parameter is stepped. The weights are those of plain AdamW to the bit.
 
-Change: nothing, or take an optimizer of your own in make_optimizer().
-
 It was tested on a CPU. What the copies cost on a GPU, 8 bytes per parameter and step each way, has not been
 measured.
 

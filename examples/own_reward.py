@@ -5,8 +5,7 @@ prompts, responses (texts) and answers (None where the data has none). The score
 The mean of each function is logged under its name. A function of weight 0 is only logged: it is a metric.
 
 Change: the functions and their weights. A further parameter of a function gets the column of the data that
-has its name, or `response_ids`, the token ids. For a function that waits for a server see judge.py; for a
-score that is no weighted sum, whole_score.py.
+has its name, or `response_ids`, the token ids. For a function that waits for a server see judge.py.
 
     python examples/own_reward.py [KEY=VALUE ...]    # a minute of one core; constants of grpo.py
 """

@@ -33,27 +33,24 @@ THREADS = 256  # requests at a time
 
 
 def post(path, **body):
-    request = urllib.request.Request(
-        URL + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(URL + path, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=600) as answer:
         return json.loads(answer.read() or "{}")
 
 
 def generate(model, prompts, uniform, end_ids):
     """Returns what grpo.generate() returns, but the entropies are 0, and `uniform` is not used."""
-    options = {
-        "model": "policy",
-        "max_tokens": grpo.MAX_NEW_TOKENS,
-        "temperature": 0.0 if uniform is None else grpo.TEMPERATURE,
+    temperature = 0.0 if uniform is None else grpo.TEMPERATURE
+    options = {"model": "policy", "max_tokens": grpo.MAX_NEW_TOKENS, "stop_token_ids": end_ids}
+    options |= {
+        "temperature": temperature,
         "top_p": 1.0,
         "top_k": -1,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
-        "logprobs": 0,
-        "return_token_ids": True,
-        "stop_token_ids": end_ids,
     }
+    options |= {"logprobs": 0, "return_token_ids": True}
 
     def ask(prompt):
         return post("/v1/completions", prompt=prompt, **options)["choices"][0]

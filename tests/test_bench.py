@@ -6,16 +6,14 @@ import pytest
 from conftest import load
 
 
-# ---------------------------------------------------------------- speed.py
-
-
-@pytest.mark.parametrize("stage", ["sft", "reward_model", "dpo"])
+@pytest.mark.parametrize("stage", ["grpo", "sft", "reward_model", "dpo"])
 def test_our_side_of_the_comparison_with_trl_measures_steps(stage, tmp_path, capsys):
-    bench = load("bench/speed.py")
+    speed = load("bench/speed.py")
     data = str(tmp_path / "rows.jsonl")
-    bench.write_preferences(data, stage, rows_per_step=2, steps=3)
-    bench.measure("ours", stage, str(bench.TINY), data, size="1")
-    *lines, result = capsys.readouterr().out.splitlines()
-    assert sum("step 3/3" in line for line in lines) == 1
-    measured = json.loads(result)
+    speed.write_rows(data, stage, rows_per_step=2, steps=3)
+    sizes = (
+        {"micro": 8, "parts": 2, "prompts": 2, "tokens": 8} if stage == "grpo" else {"micro": 1, "parts": 2}
+    )
+    speed.measure("ours", stage, str(speed.TINY), data, json.dumps({"prompts": 2, **sizes}))
+    measured = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert measured["seconds"] > 0 and measured["peak memory"] > measured["beyond imports"] >= 0

@@ -8,8 +8,9 @@ import shutil
 import subprocess
 import sys
 
+import pandas
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, TRAINERS, read
 
 PAGES = [ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "checkpoints/README.md")]
 PAGES += sorted(ROOT.glob("docs/**/*.md")) + sorted(ROOT.glob("examples/README.md"))
@@ -52,11 +53,6 @@ def test_every_link_leads_to_a_file_and_a_heading(name):
     assert not wrong
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_no_page_has_a_gap_that_was_to_be_filled(name):
-    assert not re.findall(r"@@?[A-Z0-9]{3,}@@?|TODO|>\?<!--/r", (ROOT / name).read_text())
-
-
 def test_every_page_is_linked_from_the_readme_or_a_page_that_it_links():
     start = ROOT / "README.md"
     seen = {start}
@@ -70,8 +66,8 @@ def test_every_page_is_linked_from_the_readme_or_a_page_that_it_links():
     assert of_docs <= seen
 
 
-def test_the_readme_is_at_most_150_lines():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 
 
 # ---------------------------------------------------------------- commands
@@ -154,3 +150,28 @@ def test_the_quickstarts_policy_answers(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "34-23=11\n#### 11\n"
     text = (ROOT / "docs/quickstart.md").read_text()
     assert "Before training it prints `34-23=11`, `#### 11`." in text
+
+
+def test_the_page_of_preferences_makes_pairs_of_candidates(tmp_path, monkeypatch):
+    """The best and the worst of each prompt: right before wrong, then by the grade; not what failed."""
+    groups = {"a": [(0, 0.2), (1, 0.4), (1, 0.9), (0, 0.1), (None, None)], "b": [(1, 0.5), (1, 0.5)]}
+    rows = []
+    for name, marks in groups.items():
+        for i, (hard, soft) in enumerate(marks):
+            row = {"prompt_id": name, "prompt": f"{name}?", "text": f"{name}{i}", "hard": hard, "soft": soft}
+            rows.append({**row, "eval_failed": False, "truncated": False})
+    rows.append({**rows[0], "text": "failed", "soft": -1.0, "eval_failed": True})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints/rce").mkdir(parents=True)
+    pandas.DataFrame(rows).to_parquet("checkpoints/rce/candidates_round_1.parquet")
+    (block,) = [block for block in snippets("docs/preferences.md") if "pairs.jsonl" in block]
+    exec(block, {})
+    (pair,) = read(tmp_path / "pairs.jsonl")
+    assert pair == {"prompt": "a?", "chosen": "a2", "rejected": "a3", "margin": pytest.approx(1.8)}
+
+
+def test_each_line_that_a_page_takes_out_of_a_trainer_stands_in_one():
+    trainers = [(ROOT / path).read_text() for path in TRAINERS]
+    for language, block in FENCE.findall((ROOT / "docs/change-the-algorithm.md").read_text()):
+        for line in re.findall(r"^-(.*\n)", block, re.MULTILINE) if language == "diff" else []:
+            assert any(line in text for text in trainers), line

@@ -6,20 +6,16 @@
 
 REWARD_MODE is that of the file training_config.json beside the candidates, unless it is given. The figures
 and the picture go there too, as .csv and .png. Shares are of the candidates that were verified and did not
-fail.
+fail. The policy's pick is its greedy response or list, else the likeliest.
 """
 
-import csv
 import json
-import re
 import sys
-from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
+import pandas
 from matplotlib.figure import Figure
-from scipy.stats import spearmanr
 
 # r = hard_weight * hard + grade, as in the trainers: {mode: (hard_weight, what grades)}
 MODES = {
@@ -31,6 +27,7 @@ MODES = {
     "hard_plus_gtprob_separated": (2, "gt_prob"),
     "hybrid": (0.5, "logprob"),  # rce.py: half the log-probability, scaled to 0 to 1 within the prompt
 }
+MARKS = ("hard", "soft", "gt_prob", "logprob")
 
 
 def stop(sentence):
@@ -39,103 +36,80 @@ def stop(sentence):
 
 
 def find_candidates(path):
-    """The file that is meant: `path` itself, or the newest candidates in a run's OUTPUT_DIR."""
+    """Returns the file that is meant: `path` itself, or the newest candidates in a run's OUTPUT_DIR."""
     if path.is_file():
         return path
-    rounds = {}
-    for file in path.glob("candidates_round_*.parquet"):
-        if found := re.fullmatch(r"candidates_round_(\d+)", file.stem):
-            rounds[int(found[1])] = file
-    files = [rounds[max(rounds)]] if rounds else [*path.glob("candidates.jsonl")]
-    return files[0] if files else stop(f"there are no candidates at {path}: mine first, or give a file")
+    rounds = sorted(path.glob("candidates_round_*.parquet"), key=lambda file: int(file.stem.split("_")[2]))
+    files = [*path.glob("candidates.jsonl"), *rounds]
+    return files[-1] if files else stop(f"there are no candidates at {path}: mine first, or give a file")
 
 
-def read_groups(path):
-    """[candidates of a prompt] of a parquet of rce.py or a .jsonl of rce_icl.py."""
-    if path.suffix == ".jsonl":
-        return [json.loads(line)["lists"] for line in path.read_text().splitlines()]
-    groups = defaultdict(list)
-    empty = {"source": ["given"], "temperature": [None], "eval_failed": False, "hard": None}
-    for record in pq.read_table(path).to_pylist():
-        groups[record["prompt_id"]].append({**empty, **record})
-    return [*groups.values()]
+def read_candidates(path):
+    """Returns a table of candidates: a parquet of rce.py or a .jsonl of rce_icl.py."""
+    if path.suffix != ".jsonl":
+        return complete(pandas.read_parquet(path))
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines()):
+        rows += [{"prompt_id": number, **candidate} for candidate in json.loads(line)["lists"]]
+    return complete(pandas.DataFrame(rows))
 
 
-def shaped_rewards(candidates, reward_mode):
-    """r of one prompt's candidates, as the trainer has it."""
-    weight, graded = MODES[reward_mode]
-    grades = [c[graded] if graded else 0.0 for c in candidates]
+def complete(table):
+    """Returns a table that has all columns that are read here; what is unknown is NaN."""
+    empty = {"source": [["given"]] * len(table), "temperature": [[None]] * len(table), "eval_failed": False}
+    table = table.assign(**{key: value for key, value in empty.items() if key not in table})
+    return table.assign(**{key: table[key].astype(float) if key in table else np.nan for key in MARKS})
+
+
+def shaped_rewards(table, reward_mode):
+    """Returns r of each candidate, as the trainer has it."""
+    weight, graded_by = MODES[reward_mode]
+    if graded_by is None:
+        return weight * table.hard
+    grades = table[graded_by]
     if reward_mode == "hybrid":
-        width = max(grades) - min(grades) or 1.0
-        grades = [(grade - min(grades)) / width / 2 for grade in grades]
-    return [weight * c["hard"] + grade for c, grade in zip(candidates, grades)]
+        by_prompt = grades.groupby(table.prompt_id)
+        lowest = by_prompt.transform("min")
+        width = (by_prompt.transform("max") - lowest).replace(0, 1)
+        grades = (grades - lowest) / width / 2
+    return weight * table.hard + grades
 
 
-def policy_pick(candidates):
-    """The number of the policy's own: its greedy response or list, else the likeliest."""
-
-    def preference(c):
-        logprob = c.get("logprob")
-        return "greedy" in c["source"], -np.inf if logprob is None else logprob
-
-    return max(range(len(candidates)), key=lambda i: preference(candidates[i]))
-
-
-def verified_of(group):
-    return [c for c in group if c["hard"] is not None and not c.get("eval_failed")]
-
-
-def mean(values):
-    return float(np.mean(values)) if values else float("nan")
-
-
-def check_up(groups, reward_mode):
-    """{figure's name: value} of [candidates of a prompt]."""
-    every = [c for group in groups for c in group]
-    good = [verified_of(group) for group in groups]
-    good = [group for group in good if group]
-    verified = [c for group in good for c in group]
-    right = [sum(c["hard"] for c in group) for group in good]
-    shaped = [shaped_rewards(group, reward_mode) for group in good]
-    picks = [policy_pick(group) for group in good]
-    gaps = [max(r) - r[i] for r, i in zip(shaped, picks)]
-    figures = {
-        "prompts": len(groups),
-        "candidates": len(every),
-        "proposed": sum(len(c["source"]) for c in every),
-        "verified": len(verified),
-        "positive rate": mean([c["hard"] for c in verified]),
-    }
-    sources = defaultdict(list)
-    for c in verified:
-        for name, temperature in zip(c["source"], c["temperature"]):
-            sources[name if temperature is None else f"{name} at {temperature:g}"].append(c["hard"])
-    figures |= {f"positive rate, {name}": mean(values) for name, values in sorted(sources.items())}
-    for name, percent in (("min", 0), ("p25", 25), ("median", 50), ("p75", 75), ("max", 100)):
-        figures[f"positives per prompt, {name}"] = float(np.percentile(right or [np.nan], percent))
-    figures["prompts without a positive"] = mean([n == 0 for n in right])
-    figures["prompts with flat reward"] = mean([max(r) - min(r) < 1e-6 for r in shaped])
-    marks = [("gt_prob", "hard"), ("soft", "hard"), ("gt_prob", "soft")]
-    for key, other in marks:
-        pairs = [(c[key], c[other]) for c in verified if None not in (c.get(key), c.get(other))]
-        vary = bool(pairs) and all(len(set(column)) > 1 for column in zip(*pairs))
-        correlation = float(spearmanr(pairs).statistic) if vary else float("nan")
+def check_up(table, reward_mode):
+    """Returns {figure's name: value} of a table of candidates."""
+    verified = table[table.hard.notna() & ~table.eval_failed.astype(bool)]
+    verified = verified.assign(reward=shaped_rewards(verified, reward_mode))
+    figures = {"prompts": table.prompt_id.nunique(), "candidates": len(table), "verified": len(verified)}
+    figures["failed"] = int(table.eval_failed.sum())
+    figures["positive rate"] = verified.hard.mean()
+    by_source = verified.explode(["source", "temperature"])
+    by_source["source"] += by_source.temperature.map(lambda t: "" if pandas.isna(t) else f" at {t:g}")
+    for name, rate in by_source.groupby("source").hard.mean().items():
+        figures[f"positive rate, {name}"] = rate
+    by_prompt = verified.groupby("prompt_id")
+    has_right, highest = by_prompt.hard.max(), by_prompt.reward.max()
+    figures["positives per prompt"] = by_prompt.hard.sum().mean()
+    figures["prompts without a positive"] = (has_right == 0).mean()
+    figures["prompts with flat reward"] = (highest - by_prompt.reward.min() < 1e-6).mean()
+    for key, other in (("gt_prob", "hard"), ("soft", "hard"), ("gt_prob", "soft")):
+        varies = verified[key].nunique() > 1 < verified[other].nunique()
+        correlation = verified[key].corr(verified[other], "spearman") if varies else np.nan
         figures[f"Spearman of {key} with {other}"] = correlation
-    figures["accuracy of the policy's pick"] = mean([group[i]["hard"] for group, i in zip(good, picks)])
-    figures["accuracy of the oracle"] = mean([n > 0 for n in right])
-    figures["oracle's reward above the pick's, mean"] = mean(gaps)
-    figures["oracle above the pick by .2, prompts"] = mean([gap > 0.2 for gap in gaps])
-    modes = Counter("failed" if c.get("eval_failed") else c.get("eval_mode") or "given" for c in every)
-    return figures | {f"eval mode {mode}": count / len(every) for mode, count in sorted(modes.items())}
+    is_greedy = verified.source.map(lambda names: "greedy" in names)
+    ordered = verified.assign(is_greedy=is_greedy).sort_values(["is_greedy", "logprob"], ascending=False)
+    picks = ordered.drop_duplicates("prompt_id").set_index("prompt_id")
+    figures["accuracy of the policy's pick"] = picks.hard.mean()
+    figures["accuracy of the best candidate"] = has_right.mean()
+    figures["best reward above the pick's, mean"] = (highest - picks.reward).mean()
+    return figures
 
 
 def find_verdict(figures, reward_mode):
-    """What to do next, in a sentence: fix the reward, mine more, or train."""
-    failures = figures.get("eval mode failed", 0) * figures["candidates"]
-    failed = failures / (failures + figures["verified"])
+    """Returns what to do next, in a sentence: fix the reward, mine more, or train."""
+    failed = figures["failed"] / (figures["failed"] + figures["verified"])
     without = figures["prompts without a positive"]
     flat = figures["prompts with flat reward"]
-    oracle = figures["accuracy of the oracle"]
+    best = figures["accuracy of the best candidate"]
     pick = figures["accuracy of the policy's pick"]
     graded_by = MODES[reward_mode][1]
     correlation = figures.get(f"Spearman of {graded_by} with hard", 1.0)
@@ -148,66 +122,53 @@ def find_verdict(figures, reward_mode):
         return f"mine more: {without:.0%} of the prompts have no right candidate; propose more, or references"
     if pick >= 0.98:
         return f"mine harder prompts: the policy's own pick is right for {pick:.0%} of these"
-    if oracle - pick < 0.02:
+    if best - pick < 0.02:
         what = "the candidates are hardly better than the policy's own pick"
         return f"mine more: {what}; take harder prompts, higher SAMPLE_TEMPERATURES or a larger pool"
     if flat > 0.5:
         return f"fix the reward: {flat:.0%} of the prompts have equal rewards; take a REWARD_MODE that grades"
-    best = f"the best candidate is right for {oracle:.0%} of the prompts"
-    return f"train: {best}, the policy's own pick for {pick:.0%}"
+    right = f"the best candidate is right for {best:.0%} of the prompts"
+    return f"train: {right}, the policy's own pick for {pick:.0%}"
 
 
-def draw(groups, figures, title, path):
-    """Right candidates a prompt, shares of right ones by source, gt_prob and soft of right and wrong ones."""
-    figure = Figure(figsize=(16, 8), layout="constrained")
+def draw(table, figures, title, path):
+    figure = Figure(figsize=(12, 5), layout="constrained")
     figure.suptitle(title)
-    (counts, shares), graded = figure.subplots(2, 2)
-    good = [verified_of(group) for group in groups]
-    right = [int(sum(c["hard"] for c in group)) for group in good if group]
-    counts.hist(right, bins=np.arange(max(right, default=0) + 2) - 0.5, color="C0", edgecolor="white")
-    counts.set(xlabel="right candidates a prompt", ylabel="prompts")
-    counts.xaxis.get_major_locator().set_params(integer=True)
-    named = [key for key in figures if key.startswith("positive rate, ")]
-    shares.barh([key.split(", ")[1] for key in named], [figures[key] for key in named], color="C0")
-    every = figures["positive rate"]
-    shares.axvline(every, color="C1", linestyle="--", label="all candidates, each once")
-    shares.set(xlabel="share of right candidates", xlim=(0, 1))
+    counts, shares = figure.subplots(1, 2)
+    right = table[table.hard.notna()].groupby("prompt_id").hard.sum()
+    counts.hist(right, bins=np.arange(right.max() + 2) - 0.5, color="C0", edgecolor="white")
+    counts.set(xlabel="right candidates per prompt", ylabel="prompts")
+    sources = {key.split(", ")[1]: rate for key, rate in figures.items() if key.startswith("positive rate, ")}
+    shares.barh([*sources], [*sources.values()], color="C0")
+    shares.axvline(figures["positive rate"], color="C1", linestyle="--", label="all candidates, each once")
+    shares.set(xlabel="share of right candidates, by source", xlim=(0, 1))
     shares.legend(fontsize=8)
-    for axis, key in zip(graded, ("gt_prob", "soft")):
-        known = [c for group in good for c in group if c.get(key) is not None]
-        for color, (hard, name) in enumerate(((1, "right"), (0, "wrong"))):
-            values = [c[key] for c in known if c["hard"] == hard]
-            axis.hist(values, bins=np.linspace(0, 1, 41), alpha=0.6, color=f"C{color}", label=name)
-        axis.set(xlabel=key, ylabel="candidates (log)", yscale="log" if known else "linear")
-        axis.legend(fontsize=8)
-    for axis in (counts, shares, *graded):
+    for axis in (counts, shares):
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=100)
-
-
-def find_mode(config, words):
-    """REWARD_MODE as given in words, else as the run's file has it."""
-    known = json.loads(config.read_text())["constants"] if config.is_file() else {}
-    mode = dict(word.split("=", 1) for word in words).get(
-        "REWARD_MODE", known.get("REWARD_MODE", "hard_only")
-    )
-    return mode if mode in MODES else stop(f"REWARD_MODE = {mode!r}: it takes {', '.join(MODES)}")
 
 
 def main(path="", *words):
     if not path or not all(word.startswith("REWARD_MODE=") for word in words):
         stop("it takes an OUTPUT_DIR or a file of candidates, then REWARD_MODE=")
     path = find_candidates(Path(path))
-    table, picture = path.with_suffix(".csv"), path.with_suffix(".png")
-    if table.exists() and not table.read_text(errors="replace").startswith("figure,value"):
-        stop(f"{table} is not of this program, which would replace it: move it, or the candidates, elsewhere")
-    mode = find_mode(path.parent / "training_config.json", words)
+    output, picture = path.with_suffix(".csv"), path.with_suffix(".png")
+    if output.exists() and not output.read_text(errors="replace").startswith("figure,value"):
+        stop(
+            f"{output} is not of this program, which would replace it: move it, or the candidates, elsewhere"
+        )
+    config = path.parent / "training_config.json"
+    known = json.loads(config.read_text())["constants"] if config.is_file() else {}
+    mode = known.get("REWARD_MODE", "hard_only")
+    for word in words:
+        mode = word.removeprefix("REWARD_MODE=")
+    if mode not in MODES:
+        stop(f"REWARD_MODE = {mode!r}: it takes {', '.join(MODES)}")
     try:
-        groups = read_groups(path)
-        figures = check_up(groups, mode)
-    except (OSError, ValueError, LookupError, TypeError) as error:  # pyarrow's are such ones
-        what = "cannot be read, or lacks what REWARD_MODE needs"
-        stop(f"{path} {what} ({type(error).__name__}: {error})")
+        table = read_candidates(path)
+        figures = check_up(table, mode)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        stop(f"{path} cannot be read ({type(error).__name__}: {error})")
     if not figures["verified"]:
         stop(f"{path}: none of its {figures['candidates']} candidates was verified")
     verdict = find_verdict(figures, mode)
@@ -216,9 +177,8 @@ def main(path="", *words):
     for name, value in figures.items():
         print(f"    {name:<40}{value:>9,}" if isinstance(value, int) else f"    {name:<40}{value:>9.3f}")
     print(f"Verdict: {verdict}")
-    with open(table, "w", newline="") as file:
-        csv.writer(file).writerows([("figure", "value"), *figures.items(), ("verdict", verdict)])
-    draw(groups, figures, f"{title}\n{verdict}", picture)
+    pandas.Series({**figures, "verdict": verdict}, name="value").to_csv(output, index_label="figure")
+    draw(table, figures, f"{title}\n{verdict}", picture)
 
 
 if __name__ == "__main__":

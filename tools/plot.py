@@ -1,4 +1,4 @@
-"""Draw logs/metrics.jsonl of one or several runs of any trainer, ended or going on.
+"""Draws logs/metrics.jsonl of one or several runs of any trainer, ended or going on.
 
     python tools/plot.py checkpoints/ppo                       # every metric of the run, to metrics.png
     python tools/plot.py checkpoints/seed_1 checkpoints/seed_2 # all that they share, each run in a colour
@@ -19,8 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+
+UNITS = {"response_length": "tokens", "entropy": "nats", "kl": "nats", "approx_kl": "nats"}
 
 
 def stop(sentence):
@@ -29,8 +32,8 @@ def stop(sentence):
 
 
 def read_metrics(run):
-    """{metric: {"train": [(step, value), ...], "eval": [...]}} of a run's OUTPUT_DIR. What is logged of
-    mining is among "eval"."""
+    """Returns {metric: {"train": [(step, value), ...], "eval": [...]}} of a run's OUTPUT_DIR. What is logged
+    of mining is among "eval"."""
     path = Path(run) / "logs/metrics.jsonl"
     if not path.is_file():
         stop(f"there is no {path}: it takes the OUTPUT_DIR of runs that have begun to train")
@@ -44,16 +47,7 @@ def read_metrics(run):
             if is_metric and math.isfinite(value):
                 phases = metrics.setdefault(key, {"train": [], "eval": []})
                 phases["train" if record["phase"] == "train" else "eval"].append((record["step"], value))
-    if not metrics:
-        stop(f"{path} holds no metric yet")
     return metrics
-
-
-def with_unit(key):
-    """A metric's name with its unit."""
-    units = {"response_length": "tokens", **dict.fromkeys(("entropy", "kl", "approx_kl"), "nats")}
-    unit = "s" if key.startswith("seconds/") else units.get(key)
-    return f"{key} ({unit})" if unit else key
 
 
 def changes(phases):
@@ -62,39 +56,42 @@ def changes(phases):
     return len(values) == 1 or len(set(values)) > 1
 
 
+def draw_run(axis, phases, colour, window):
+    if phases["train"]:
+        steps, values = np.array(phases["train"]).T
+        axis.plot(steps, values, color=colour, alpha=0.25, zorder=1)
+        if len(steps) == 1:  # a line of one point is not seen
+            axis.plot(steps, values, "s", color=colour, markersize=4)
+        means = [values[max(0, i - window) : i].mean() for i in range(1, len(values) + 1)]
+        axis.plot(steps, means, color=colour)
+    if phases["eval"]:
+        axis.plot(*zip(*phases["eval"]), "o-", color=colour, markersize=4, linewidth=0.8)
+        axis.axhline(phases["eval"][0][1], color=colour, linestyle="--", linewidth=0.8)
+
+
 def draw(runs, keys, path):
-    """Write a grid of panels, one for each of the metrics `keys`, of {name: read_metrics()}."""
-    width = min(3, len(keys))
+    """Writes a grid of panels, one for each of the metrics `keys`, of {name: read_metrics()}."""
     height = math.ceil(len(keys) / 3)
     figure = Figure(figsize=(9.5, 1 + 2.2 * height), layout="constrained")
-    figure.get_layout_engine().set(wspace=0.03)
     longest = max(len(phases["train"]) for metrics in runs.values() for phases in metrics.values())
     window = max(1, longest // 12)
     many = matplotlib.colormaps["turbo"].resampled(len(runs))
     colours = [f"C{n}" if len(runs) <= 10 else many(n) for n in range(len(runs))]
     for number, key in enumerate(keys, 1):
-        axis = figure.add_subplot(height, width, number, xlabel="training step", ylabel=with_unit(key))
+        unit = "s" if key.startswith("seconds/") else UNITS.get(key)
+        axis = figure.add_subplot(height, min(3, len(keys)), number, xlabel="training step")
+        axis.set_ylabel(f"{key} ({unit})" if unit else key)
         axis.grid(alpha=0.3)
         axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)
         axis.xaxis.get_major_locator().set_params(integer=True)
         for metrics, colour in zip(runs.values(), colours):
-            phases = metrics.get(key, {"train": [], "eval": []})
-            if phases["train"]:
-                steps, values = zip(*phases["train"])
-                parts = [values[max(0, i - window) : i] for i in range(1, len(values) + 1)]
-                axis.plot(steps, values, color=colour, alpha=0.25, zorder=1)
-                if len(steps) == 1:  # a line of one point is not seen
-                    axis.plot(steps, values, "s", color=colour, markersize=4)
-                axis.plot(steps, [sum(part) / len(part) for part in parts], color=colour)
-            if phases["eval"]:
-                axis.plot(*zip(*phases["eval"]), "o-", color=colour, markersize=4, linewidth=0.8)
-                axis.axhline(phases["eval"][0][1], color=colour, linestyle="--", linewidth=0.8)
+            if key in metrics:
+                draw_run(axis, metrics[key], colour, window)
     legend = [Line2D([], [], color=colour, linewidth=4, label=name) for name, colour in zip(runs, colours)]
-    held_out = {"color": "grey", "linewidth": 0.8}
     legend.append(Line2D([], [], color="grey", alpha=0.4, label="training, each step"))
     legend.append(Line2D([], [], color="grey", label=f"training, mean of {window} steps"))
-    legend.append(Line2D([], [], marker="o", markersize=4, label="held out", **held_out))
-    legend.append(Line2D([], [], linestyle="--", label="held out, first evaluation", **held_out))
+    legend.append(Line2D([], [], color="grey", marker="o", markersize=4, linewidth=0.8, label="held out"))
+    legend.append(Line2D([], [], color="grey", linestyle="--", label="held out, first evaluation"))
     columns = max(1, 100 // max(20, 8 + max(map(len, runs))))  # as many as the width holds
     figure.legend(handles=legend, loc="outside upper center", ncols=min(columns, len(legend)), fontsize=9)
     figure.savefig(path, dpi=120)
@@ -110,22 +107,17 @@ def main():
     names = [Path(run).resolve().name for run in words.runs]
     names = names if len(set(names)) == len(names) else words.runs
     runs = {name: read_metrics(run) for name, run in zip(names, words.runs)}
-    first, *others = runs.values()
-    shared = []
-    for key in first:
-        if all(key in metrics for metrics in others) and any(
-            changes(metrics[key]) for metrics in runs.values()
-        ):
-            shared.append(key)
-    keys = [key.strip() for key in words.metrics.split(",")] if words.metrics else shared
-    there = {key for metrics in runs.values() for key in metrics}
-    for key in keys:
-        if key not in there:
-            stop(f"--metrics {key}: no run has it; they have {', '.join(sorted(there))}")
+    known = dict.fromkeys(key for metrics in runs.values() for key in metrics)
+    keys = words.metrics.split(",") if words.metrics else []
+    if not set(keys) <= set(known):
+        stop(f"--metrics {words.metrics}: the runs have {', '.join(known) or 'no metric yet'}")
+    if not words.metrics:
+        for key in known:
+            each = [metrics.get(key) for metrics in runs.values()]
+            if None not in each and any(map(changes, each)):
+                keys.append(key)
     if not keys:
         stop("these runs share no metric that changes: name some by --metrics")
-    if Path(words.out).is_dir() or not Path(words.out).suffix:
-        stop(f"--out {words.out}: it takes the name of a file with an ending, such as metrics.png")
     try:
         draw(runs, keys, words.out)
     except (ValueError, OSError) as error:  # an ending unknown to matplotlib, a folder that is not there
