@@ -137,7 +137,6 @@ LEAVE_ONE_OUT = False  # the baseline is the mean of the other responses (RLOO, 
 RESAMPLE_FLAT_GROUPS = 0  # how often groups of equal scores are replaced (dynamic sampling, 2503.14476)
 CLIP_RANGE = 0.2  # gspo wants about 3e-4 (in bfloat16 with one optimizer step per rollout: rounding)
 CLIP_RANGE_HIGH: float | None = None  # None: CLIP_RANGE. DAPO takes 0.28, gspo about 4e-4, cispo about 4
-DUAL_CLIP: float | None = None  # > 1, such as 3: for A < 0 the loss is at most DUAL_CLIP * |A| (1912.09729)
 ENTROPY_COEF = 0.0
 TOP_ENTROPY_FRACTION = 1.0  # trains only this fraction of tokens, of highest entropy (2506.01939: 0.2)
 MASK_TRUNCATED = False  # do not train responses that were cut at MAX_NEW_TOKENS
@@ -216,10 +215,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask):
     if LOSS_TYPE == "sapo":  # its slope is 1 on policy, and falls to either side
         tau = torch.where(advantages > 0, 1.0, 1.05)
         return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages, ratio
-    objective = torch.min(ratio * advantages, ratio.clamp(1 - CLIP_RANGE, high) * advantages)
-    if DUAL_CLIP is not None:
-        objective = torch.where(advantages < 0, torch.max(objective, DUAL_CLIP * advantages), objective)
-    return -objective, ratio
+    return -torch.min(ratio * advantages, ratio.clamp(1 - CLIP_RANGE, high) * advantages), ratio
 
 
 def kl_loss(logprobs, ref_logprobs):
@@ -232,8 +228,7 @@ def grpo_stats(logprobs, old_logprobs, ratio, advantages):
     """Returns what is logged of each token, a dict of (rows, R); their means are metrics. Add others here."""
     log_ratio = (logprobs - old_logprobs).clamp(-20, 20)
     too_high = ratio > 1 + (CLIP_RANGE_HIGH or CLIP_RANGE)
-    too_low = ratio < 1 - CLIP_RANGE
-    clipped = (too_high & (advantages > 0)) | (too_low & (advantages < 0))
+    clipped = torch.where(advantages > 0, too_high, (ratio < 1 - CLIP_RANGE) & (advantages < 0))
     if LOSS_TYPE in ("cispo", "sapo"):
         clipped = too_high & (LOSS_TYPE == "cispo")  # sapo has no clip
     return {"approx_kl": log_ratio.exp() - 1 - log_ratio, "clip_fraction": clipped.float()}
@@ -465,9 +460,8 @@ class GRPOTrainer:
         batch.advantages = group_advantages(batch.scores).unsqueeze(1)
         batch.trained = batch.mask.clone()
         if TOP_ENTROPY_FRACTION < 1:
-            entropies = batch.entropies[batch.mask > 0].sort(descending=True).values
-            last = max(1, round(TOP_ENTROPY_FRACTION * len(entropies))) - 1
-            batch.trained *= batch.entropies >= entropies[last]
+            count = max(1, round(TOP_ENTROPY_FRACTION * int(batch.mask.sum())))
+            batch.trained *= batch.entropies >= batch.entropies[batch.mask > 0].topk(count).values[-1]
         if MASK_TRUNCATED:
             batch.trained *= ~batch.truncated[:, None]
 
@@ -727,10 +721,9 @@ def clip_and_step(optimizers, sums, run):
 
 def check_ids(model, ids):
     """Refuses token ids that the model has no embedding for: on a GPU they would end the process."""
-    largest = max(ids, default=0)
     count = model.get_input_embeddings().num_embeddings
-    if largest >= count:
-        raise UserError(f"{model.name_or_path} has {count} embeddings; its tokenizer gives token {largest}")
+    if max(ids, default=0) >= count:
+        raise UserError(f"{model.name_or_path} has {count} embeddings: too few for its tokenizer's ids")
 
 
 def find_end_ids(model, tokenizer):
@@ -755,12 +748,21 @@ def find_end_ids(model, tokenizer):
 
 
 class Cache(transformers.DynamicCache):
-    """Keys and values in DTYPE: rotary embeddings turn keys into float32."""
+    """Keys and values in DTYPE. Long ones have room for sampled tokens: torch.cat would copy them at each."""
 
-    def update(self, keys, values, *args, **kwargs):
-        if DTYPE == "bfloat16":
+    def update(self, keys, values, number, *args, **kwargs):
+        if DTYPE == "bfloat16":  # rotary embeddings turn keys into float32
             keys, values = keys.bfloat16(), values.bfloat16()
-        return super().update(keys, values, *args, **kwargs)
+        layer = self.layers[number]
+        if layer.is_sliding or layer.get_seq_length() < 256 or keys.shape[2] > 1 or torch.is_grad_enabled():
+            return super().update(keys, values, number, *args, **kwargs)
+        for name, new in (("keys", keys), ("values", values)):
+            old = getattr(layer, name)  # (rows, heads, T, size); old._base: the same with room
+            if old._base is None or old._base.shape[2] == old.shape[2]:
+                old = torch.cat([old, torch.zeros_like(old[:, :, :64])], 2)[:, :, : old.shape[2]]
+            old._base[:, :, old.shape[2]] = new[:, :, 0]
+            setattr(layer, name, old._base[:, :, : old.shape[2] + 1])
+        return layer.keys, layer.values
 
 
 class Prefix:
@@ -1267,8 +1269,6 @@ def check_constants():
         "KL_ESTIMATOR is k2 or k3": KL_ESTIMATOR in ("k2", "k3"),
         "TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM are above 0": min(TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM) > 0,
         "GROUP_SIZE is at least 2": GROUP_SIZE >= 2,
-        "DUAL_CLIP is above 1 or None": DUAL_CLIP is None or DUAL_CLIP > 1,
-        "DUAL_CLIP needs another LOSS_TYPE": DUAL_CLIP is None or LOSS_TYPE not in ("cispo", "sapo"),
         "PROMPT_TEMPLATE contains {input}": "{input}" in PROMPT_TEMPLATE,
         "there is a REWARD_MODEL or a reward function": REWARD_MODEL or REWARD_FUNCTIONS,
         "REFERENCE_MODEL needs KL_COEF > 0": KL_COEF > 0 or not REFERENCE_MODEL,

@@ -10,13 +10,13 @@ and every log-probability below, sampled or trained, is of this constrained dist
 
     SFT    L = -mean_t log pi(c_t of the logged next item)              keeps the best validation NDCG@10
     GRPO   the GROUP_SIZE candidates of a history, with scores s_i, are each other's baseline (2402.03300):
-           A_i    = (s_i - mean of its group) / (std + 1e-4)
+           A_i    = s_i - mean of its group, by default not divided by a deviation (SCALE_REWARDS)
            rho_t  = pi(c_t) / pi_old(c_t),    clip_t = clip(rho_t, 1 - CLIP_RANGE, 1 + CLIP_RANGE_HIGH)
            L      = mean_t (-min(rho_t A_i, clip_t A_i) + KL_COEF kl_t - ENTROPY_COEF H_t)
 
 kl_t compares the policy with the best one of SFT: log(pi / pi_ref)^2 / 2, whose gradient is on policy that of
 KL(pi || pi_ref), or k3 (KL_ESTIMATOR). CANDIDATES decides what the gradient estimates:
-- "sample", as in GRPO: that of a sample's expected reward, divided by a deviation (SCALE_REWARDS);
+- "sample", as in GRPO: that of a sample's expected reward;
 - "beam", the default: the GROUP_SIZE likeliest items, no samples. sum_i A_i grad log pi(i) ranks the list,
   better items up and worse ones down; the KL term pulls their log-probabilities to the reference's.
 
@@ -49,6 +49,7 @@ import shutil
 import signal
 import sys
 import time
+import zlib
 from collections import Counter
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -235,7 +236,9 @@ class RecTrainer:
         name = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(name if DEVICE == "auto" else DEVICE)
         self.run = Run(resume_from_checkpoint or RESUME)
+        self.catalogue = Catalogue()
         self.state = SimpleNamespace(
+            catalogue=zlib.crc32(repr([self.catalogue.items, self.catalogue.codes]).encode()),
             stage="SFT",  # or "GRPO"
             step=0,  # the current one, from 1, of both stages; between steps, how many are done
             first_step=0,  # steps that were done when this stage began
@@ -247,7 +250,6 @@ class RecTrainer:
             wandb_id=None,
         )
         self.seed_step()  # for random first weights, and those of new codes
-        self.catalogue = Catalogue()
         try:
             self.load_models(self.run.checkpoint)
             if self.run.checkpoint:
@@ -618,8 +620,7 @@ class RecTrainer:
         figures["reward"] = scores.mean(1).cpu()
         for name, values in parts.items():
             figures[f"reward/{name}"] = values.mean(1)
-        share = len(lists[:, :10].unique()) / len(self.catalogue.items)  # of them, in any row's list
-        figures["coverage@10"] = torch.tensor([share])
+        figures["coverage@10"] = torch.tensor([len(lists[:, :10].unique()) / len(self.catalogue.items)])
         return figures
 
     # differs: two stages, each with a best policy of its own
@@ -646,8 +647,7 @@ class RecTrainer:
         for name, values in batch.parts.items():
             metrics[f"reward/{name}"] = values.mean().item()
         metrics["advantage_abs"] = batch.advantages.abs().mean().item()
-        is_flat = (batch.scores == batch.scores[:, :1]).all(1)
-        metrics["zero_variance_groups"] = is_flat.float().mean().item()
+        metrics["zero_variance_groups"] = (batch.scores == batch.scores[:, :1]).all(1).float().mean().item()
         for number in torch.linspace(0, batch.items.numel() - 1, LOG_SAMPLES).long().tolist():
             place, rank = divmod(number, GROUP_SIZE)  # rank 0: the likeliest candidate
             row = batch.rows[place]
@@ -661,9 +661,7 @@ class RecTrainer:
     def log_step(self, line, metrics):
         """Logs a step's metrics and its line on the terminal."""
         state = self.state
-        last_step = self.sft_steps
-        if state.stage == "GRPO":
-            last_step = state.first_step + MAX_STEPS
+        last_step = state.first_step + MAX_STEPS if state.stage == "GRPO" else self.sft_steps
         metrics = {"epoch": self.epoch, **metrics}
         metrics |= {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
         self.run.write("metrics.jsonl", phase="train", step=state.step, **metrics)
@@ -676,9 +674,7 @@ class RecTrainer:
     def test(self):
         """Compares the baselines, SFT's best policy and GRPO's on the test rows, see eval_test.json."""
         lists = baseline_lists(self.test_rows)
-        policies = {"sft": "sft/policy", "grpo": "best/policy"}
-        if self.state.stage == "SFT":
-            policies.pop("grpo")
+        policies = {"sft": "sft/policy"} | ({"grpo": "best/policy"} if self.state.stage == "GRPO" else {})
         for name, path in policies.items():
             model = load_model(transformers.AutoModelForCausalLM, self.run.folder / path).to(self.device)
             lists[name], _ = self.search_rows(model, self.test_rows, EVAL_BEAMS)
@@ -725,12 +721,15 @@ class RecTrainer:
         draw_grid(self.run.folder, "training_metrics_detailed.png", self.baselines)
         draw_grid(self.run.folder, f"{Path(__file__).stem}_metrics_with_entropy.png", self.baselines, PANELS)
 
+    # differs: other codes are refused
     def load_state(self, folder):
         """Restores state and optimizers; load_models() took the weights from the same folder."""
         saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
         for name, optimizer in self.optimizers.items():
             state = saved["optimizers"][name]["state"]  # not its rates: the constants of now decide
             optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        if saved["state"]["catalogue"] != self.state.catalogue:
+            raise UserError(f"INDEX_FILE = {INDEX_FILE!r} has other codes than the run")
         vars(self.state).update(saved["state"])
 
 

@@ -125,7 +125,6 @@ GROUP_EPOCHS = 2  # PPO epochs: passes over each step's responses
 MINI_BATCHES = 1  # optimizer steps per pass
 CLIP_RANGE = 0.2
 CLIP_RANGE_HIGH: float | None = None  # None: CLIP_RANGE; DAPO takes 0.28 (2503.14476)
-DUAL_CLIP: float | None = None  # > 1, such as 3: for A < 0 the loss is at most DUAL_CLIP * |A| (1912.09729)
 VALUE_CLIP_RANGE = 0.2  # 0: values are not clipped
 VALUE_LOSS_COEF = 0.5
 ENTROPY_COEF = 0.0
@@ -203,10 +202,7 @@ def policy_loss(logprobs, old_logprobs, advantages):
     """Returns the clipped surrogate loss of each token, (rows, R): 1707.06347, equation 7."""
     ratio = (logprobs - old_logprobs).clamp(max=80).exp()  # exp() overflows above 88
     clipped = ratio.clamp(1 - CLIP_RANGE, 1 + (CLIP_RANGE_HIGH or CLIP_RANGE))
-    objective = torch.min(ratio * advantages, clipped * advantages)
-    if DUAL_CLIP is not None:
-        objective = torch.where(advantages < 0, torch.max(objective, DUAL_CLIP * advantages), objective)
-    return -objective
+    return -torch.min(ratio * advantages, clipped * advantages)
 
 
 def value_loss(values, old_values, returns):
@@ -720,10 +716,9 @@ def clip_and_step(optimizers, sums, run):
 
 def check_ids(model, ids):
     """Refuses token ids that the model has no embedding for: on a GPU they would end the process."""
-    largest = max(ids, default=0)
     count = model.get_input_embeddings().num_embeddings
-    if largest >= count:
-        raise UserError(f"{model.name_or_path} has {count} embeddings; its tokenizer gives token {largest}")
+    if max(ids, default=0) >= count:
+        raise UserError(f"{model.name_or_path} has {count} embeddings: too few for its tokenizer's ids")
 
 
 def find_end_ids(model, tokenizer):
@@ -748,12 +743,21 @@ def find_end_ids(model, tokenizer):
 
 
 class Cache(transformers.DynamicCache):
-    """Keys and values in DTYPE: rotary embeddings turn keys into float32."""
+    """Keys and values in DTYPE. Long ones have room for sampled tokens: torch.cat would copy them at each."""
 
-    def update(self, keys, values, *args, **kwargs):
-        if DTYPE == "bfloat16":
+    def update(self, keys, values, number, *args, **kwargs):
+        if DTYPE == "bfloat16":  # rotary embeddings turn keys into float32
             keys, values = keys.bfloat16(), values.bfloat16()
-        return super().update(keys, values, *args, **kwargs)
+        layer = self.layers[number]
+        if layer.is_sliding or layer.get_seq_length() < 256 or keys.shape[2] > 1 or torch.is_grad_enabled():
+            return super().update(keys, values, number, *args, **kwargs)
+        for name, new in (("keys", keys), ("values", values)):
+            old = getattr(layer, name)  # (rows, heads, T, size); old._base: the same with room
+            if old._base is None or old._base.shape[2] == old.shape[2]:
+                old = torch.cat([old, torch.zeros_like(old[:, :, :64])], 2)[:, :, : old.shape[2]]
+            old._base[:, :, old.shape[2]] = new[:, :, 0]
+            setattr(layer, name, old._base[:, :, : old.shape[2] + 1])
+        return layer.keys, layer.values
 
 
 class Prefix:
@@ -1266,7 +1270,6 @@ def check_constants():
         "LR_SCHEDULER_TYPE: linear, cosine, plateau": LR_SCHEDULER_TYPE in ("linear", "cosine", "plateau"),
         "TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM are above 0": min(TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM) > 0,
         "GAMMA, LAM and CRITIC_LAM are between 0 and 1": all(0 <= x <= 1 for x in (GAMMA, LAM, CRITIC_LAM)),
-        "DUAL_CLIP is above 1 or None": DUAL_CLIP is None or DUAL_CLIP > 1,
         "PROMPT_TEMPLATE contains {input}": "{input}" in PROMPT_TEMPLATE,
         "there is a REWARD_MODEL or a reward function": REWARD_MODEL or REWARD_FUNCTIONS,
         "KL_TARGET is above 0 and needs KL_COEF > 0": KL_TARGET is None or min(KL_TARGET, KL_COEF) > 0,

@@ -527,10 +527,9 @@ def clip_and_step(optimizers, sums, run):
 
 def check_ids(model, ids):
     """Refuses token ids that the model has no embedding for: on a GPU they would end the process."""
-    largest = max(ids, default=0)
     count = model.get_input_embeddings().num_embeddings
-    if largest >= count:
-        raise UserError(f"{model.name_or_path} has {count} embeddings; its tokenizer gives token {largest}")
+    if max(ids, default=0) >= count:
+        raise UserError(f"{model.name_or_path} has {count} embeddings: too few for its tokenizer's ids")
 
 
 def find_end_ids(model, tokenizer):

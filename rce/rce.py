@@ -821,10 +821,9 @@ def clip_and_step(optimizers, sums, run):
 
 def check_ids(model, ids):
     """Refuses token ids that the model has no embedding for: on a GPU they would end the process."""
-    largest = max(ids, default=0)
     count = model.get_input_embeddings().num_embeddings
-    if largest >= count:
-        raise UserError(f"{model.name_or_path} has {count} embeddings; its tokenizer gives token {largest}")
+    if max(ids, default=0) >= count:
+        raise UserError(f"{model.name_or_path} has {count} embeddings: too few for its tokenizer's ids")
 
 
 def find_end_ids(model, tokenizer):
@@ -849,12 +848,21 @@ def find_end_ids(model, tokenizer):
 
 
 class Cache(transformers.DynamicCache):
-    """Keys and values in DTYPE: rotary embeddings turn keys into float32."""
+    """Keys and values in DTYPE. Long ones have room for sampled tokens: torch.cat would copy them at each."""
 
-    def update(self, keys, values, *args, **kwargs):
-        if DTYPE == "bfloat16":
+    def update(self, keys, values, number, *args, **kwargs):
+        if DTYPE == "bfloat16":  # rotary embeddings turn keys into float32
             keys, values = keys.bfloat16(), values.bfloat16()
-        return super().update(keys, values, *args, **kwargs)
+        layer = self.layers[number]
+        if layer.is_sliding or layer.get_seq_length() < 256 or keys.shape[2] > 1 or torch.is_grad_enabled():
+            return super().update(keys, values, number, *args, **kwargs)
+        for name, new in (("keys", keys), ("values", values)):
+            old = getattr(layer, name)  # (rows, heads, T, size); old._base: the same with room
+            if old._base is None or old._base.shape[2] == old.shape[2]:
+                old = torch.cat([old, torch.zeros_like(old[:, :, :64])], 2)[:, :, : old.shape[2]]
+            old._base[:, :, old.shape[2]] = new[:, :, 0]
+            setattr(layer, name, old._base[:, :, : old.shape[2] + 1])
+        return layer.keys, layer.values
 
 
 class Prefix:

@@ -184,9 +184,8 @@ def list_logprobs(all_logprobs, pointers):
 
 def choice_kl(logprobs, ref_logprobs):
     """Returns the exact KL(pi || reference) of each choice, (..., choices), from the log-probabilities of all
-    candidates, (..., choices, pool). Candidates that cannot be chosen count 0."""
-    difference = (logprobs - ref_logprobs).masked_fill(logprobs < -1e8, 0.0)
-    return (logprobs.exp() * difference).sum(-1)
+    candidates, (..., choices, pool). Less a reference of zeros, it is the entropy."""
+    return (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
 
 
 # r of a group's lists, (lists,), from hard (0 or 1), soft and gt_prob (0 to 1)
@@ -302,7 +301,7 @@ class ICLTrainer:
             log_sizes={},  # bytes of each log when the checkpoint was saved
             wandb_id=None,
         )
-        self.splits, self.demos = load_splits()
+        self.splits, self.demos = split_rows()
         self.seed_step()  # for the first weights
         try:
             self.corpus = Corpus(self.demos, self.device)
@@ -340,18 +339,18 @@ class ICLTrainer:
         save_policy(self.best, self.run.folder / "best/policy")
         self.save()  # lists are mined by this policy
         questions = self.splits["train"][:MINE_QUESTIONS]
-        self.mine(self.run.folder / "candidates.jsonl", questions, SHOTS)
+        self.mine_lists(self.run.folder / "candidates.jsonl", questions, SHOTS)
         if not self.run.signal:
             self.plan(questions)
             if not state.evaluation:
                 self.log_evaluation(self.evaluate())
             while not self.is_over():
                 if state.step == self.rce_steps:
-                    self.begin_grpo()
+                    self.start_grpo()
                 state.step += 1
                 self.started = time.perf_counter()
                 self.seed_step()
-                batch = self.next_batch()  # mined or fresh lists, with their rewards and weights
+                batch = self.next_groups()  # mined or fresh lists, with their rewards and weights
                 metrics = self.update(batch)
                 self.record(batch, metrics)
                 is_last = state.step in (self.rce_steps, self.total_steps)
@@ -400,7 +399,7 @@ class ICLTrainer:
             if figures["best_of_n_accuracy"] == 0:
                 self.run.log("WARNING: no list leads to a right answer: is READER made for these data?")
 
-    def begin_grpo(self):
+    def start_grpo(self):
         """GRPO goes on from the best policy of RCE. It is its reference, and is kept in rce/policy/."""
         self.policy.load_state_dict(self.best.state_dict())
         self.reference.load_state_dict(self.best.state_dict())
@@ -409,7 +408,7 @@ class ICLTrainer:
         self.state.evaluations_without_gain = 0
         self.state.halvings = 0
 
-    def next_batch(self):
+    def next_groups(self):
         """Returns what the step trains on, fewer groups at the end of an epoch. Each epoch has its own order.
         pointers (groups, lists, SHOTS); rewards, (lists,) of each group; weights (groups, lists), w or A."""
         stage = self.rce if self.state.step <= self.rce_steps else self.grpo
@@ -470,7 +469,7 @@ class ICLTrainer:
 
     # ------------------------------------------------------------ mining
 
-    def mine(self, path, questions, shots):
+    def mine_lists(self, path, questions, shots):
         """Gives each question its "lists". A file keeps them, one line per question: a killed run goes on."""
         text = path.read_text() if path.exists() else ""
         text = text[: text.rfind("\n") + 1]  # without half a line
@@ -535,6 +534,8 @@ class ICLTrainer:
                 record[mark] = value
                 if mark == "response":
                     record |= score_answer(value, question["golds"])
+                elif not 0 <= value <= 1.001:  # rounding may exceed 1
+                    raise UserError(f"the reader's gold_probabilities hold {value}: not a probability")
 
     # ------------------------------------------------------------ evaluation, logs, checkpoints
 
@@ -554,6 +555,7 @@ class ICLTrainer:
         scores = map(score_answer, self.reader.answers(asked), column(questions, "golds"))
         return np.array(column(scores, "accuracy"))
 
+    # differs: questions, not prompts
     def evaluate(self, questions=None, pick=None):
         """Returns accuracies of the policy's picks, or of pick(questions, shots), on validation or rows."""
         questions = questions or self.splits["validation"]
@@ -619,12 +621,11 @@ class ICLTrainer:
         picks["best/"] = partial(self.pick, policy=self.best)
         results = defaultdict(list)  # {name: accuracy of each question, by shots}
         for shots in range(1, SHOTS + 1):
-            self.mine(self.run.folder / f"test_{shots}_step_{self.state.step}.jsonl", for_oracle, shots)
+            self.mine_lists(self.run.folder / f"test_{shots}_step_{self.state.step}.jsonl", for_oracle, shots)
             if self.run.signal:
                 return
             if for_oracle:
-                best = [max(column(question["lists"], "accuracy")) for question in for_oracle]
-                results["oracle"].append(best)
+                results["oracle"].append([max(column(q["lists"], "accuracy")) for q in for_oracle])
             for name, pick in picks.items():
                 results[name].append(self.accuracies(questions, pick(questions, shots)).tolist())
         self.run.log(f"{len(questions)} test questions: accuracy, and what best/ has more ± standard error")
@@ -1048,7 +1049,7 @@ def load_rows(spec):
     return rows
 
 
-def load_splits():
+def split_rows():
     """Returns {"train", "validation", "test"}: questions; and the demonstrations: the training questions."""
     rows = load_rows(TRAIN_DATASET)
     rows = take(rows, permutation(len(rows), 0))
@@ -1139,7 +1140,7 @@ class Run:
         signal.signal(number, signal.SIG_DFL)
         print("\nStopping after this step, then saving; again stops at once", flush=True)
 
-    # differs: one process
+    # differs: one process, and mined lists
     def open(self, state):
         """Opens the logs and catches signals. A run that continues cuts the logs back to its checkpoint."""
         self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -1163,7 +1164,7 @@ class Run:
             self.wandb = wandb.init(dir=self.folder, config=constants(), id=state.wandb_id, resume="allow")
             state.wandb_id = self.wandb.id
 
-    # differs: other files; the best policy is in the checkpoint, too
+    # differs: mined lists; the best policy is in the checkpoint, too
     def move_old_files(self, state, target):
         """Moves what is later than the run's checkpoint, or all of an earlier run, to the folder `target`."""
         config = self.folder / "training_config.json"

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TRAINERS = (
     *("ppo/ppo.py", "grpo/grpo.py", "rce/rce.py"),
     *("ppo/sft.py", "ppo/reward_model.py", "rce/dpo.py"),
-    *("grpo/grpo_rec.py", "ppo/ppo_rag.py"),
+    *("grpo/grpo_rec.py", "ppo/ppo_rag.py", "rce/rce_icl.py"),
 )
 OWN = set(
     "__init__ load_models train respond score score_responses compute_advantages update optimizer_step "
