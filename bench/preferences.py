@@ -1,6 +1,6 @@
 """The path from preferences to a policy, and simple rules beside it: the figures of docs/preferences.md.
 
-    python bench/preferences.py 1 2 3          # seeds, on the shipped world; some 20 minutes of one core each
+    python bench/preferences.py 1 2 3          # seeds, on the shipped world
     python bench/preferences.py real 1 2 3     # MiniLM (bench/real.py get) on pairs of solutions of GSM8K
 
 The shipped world: SFT; a reward model; from the SFT policy best of n, DPO at two values of BETA, and PPO on

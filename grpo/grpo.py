@@ -269,7 +269,7 @@ class GRPOTrainer:
             if self.run.checkpoint:
                 self.load_state(self.run.checkpoint)
         except Exception as error:  # the libraries raise many types
-            names = f"ACTOR_MODEL={ACTOR_MODEL}, a model, or RESUME={self.run.checkpoint} cannot be loaded"
+            names = f"a model that the constants name, or RESUME={self.run.checkpoint} cannot be loaded"
             raise UserError(f"{names} ({type(error).__name__}: {first_line(error)})") from error
         self.reward_functions = [(find_function(function), weight) for function, weight in REWARD_FUNCTIONS]
         self.accuracy_function = find_function(ACCURACY_FUNCTION)
@@ -929,7 +929,7 @@ def load_rows(specs, tokenizer):
             for number, record in enumerate(read_records(spec), 1):
                 where = f"{position}/{Path(spec['path']).name}:{number}"
                 if None in record or not {spec["input"], spec.get("output", spec["input"])} <= record.keys():
-                    raise ValueError(f"{spec} does not fit the columns {list(record)} (None: more fields)")
+                    raise ValueError(f"{list(record)} lacks a column of {spec} (None: more fields)")
                 answer = record[spec["output"]] if "output" in spec else None
                 rows.append(make_row(tokenizer, record[spec["input"]], answer, where, record))
                 where = f"after {where}"  # if the next record cannot be read

@@ -631,7 +631,7 @@ def load_rows(specs, make_row):
             for number, record in enumerate(read_records(spec), 1):
                 where = f"{position}/{Path(spec['path']).name}:{number}"
                 if None in record or not names <= record.keys():
-                    raise ValueError(f"{spec} does not fit the columns {list(record)} (None: more fields)")
+                    raise ValueError(f"{list(record)} lacks a column of {spec} (None: more fields)")
                 if spec["type"] in ("parquet", "hub"):  # they fill absent keys with None
                     record = {name: without_nulls(value) for name, value in record.items()}
                 rows.append(make_row(record, spec, where))

@@ -1168,7 +1168,7 @@ def load_rows(specs, tokenizer):
             for number, record in enumerate(read_records(spec), 1):
                 where = f"{position}/{Path(spec['path']).name}:{number}"
                 if None in record or not {spec["input"], spec.get("output", spec["input"])} <= record.keys():
-                    raise ValueError(f"{spec} does not fit the columns {list(record)} (None: more fields)")
+                    raise ValueError(f"{list(record)} lacks a column of {spec} (None: more fields)")
                 answer = record[spec["output"]] if "output" in spec else None
                 rows.append(make_row(tokenizer, record[spec["input"]], answer, where, record))
                 where = f"after {where}"  # if the next record cannot be read

@@ -1034,7 +1034,7 @@ def load_rows(spec):
         for number, record in enumerate(read_records(spec), 1):
             where = f"{Path(spec['path']).name}:{number}"
             if None in record or not {spec["input"], spec["output"]} <= record.keys():
-                raise ValueError(f"{spec} does not fit the columns {list(record)} (None: more fields)")
+                raise ValueError(f"{list(record)} lacks a column of {spec} (None: more fields)")
             text, golds = record[spec["input"]], record[spec["output"]]
             golds = golds if isinstance(golds, list) else [golds]
             if not golds or {None, ""} & {text, *golds}:

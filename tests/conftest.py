@@ -1,5 +1,6 @@
 """What all tests share: one thread for each, no network, and trainers as modules."""
 
+import csv
 import importlib.util
 import json
 import os
@@ -16,21 +17,23 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "data/tiny"
 SAMPLERS = {"ppo/ppo.py": "PPOTrainer", "grpo/grpo.py": "GRPOTrainer", "rce/rce.py": "RCETrainer"}
-TRAINERS = {
-    **SAMPLERS,
-    "ppo/sft.py": "SFTTrainer",
-    "ppo/reward_model.py": "RewardModelTrainer",
-    "rce/dpo.py": "DPOTrainer",
-}
+TRAINERS = {**SAMPLERS, "ppo/sft.py": "SFTTrainer", "rce/dpo.py": "DPOTrainer"}
+TRAINERS["ppo/reward_model.py"] = "RewardModelTrainer"
 sys.path.insert(0, str(ROOT))
 
-FEW = tempfile.TemporaryDirectory()  # the first rows of data sets that a trainer reads whole
+FEW = tempfile.TemporaryDirectory()
+
+
+def first_lines(name, count):
+    """Returns the path of a file with the first lines of data/NAME, which a trainer reads whole."""
+    path = Path(FEW.name) / f"{count}_{name.replace('/', '_')}"
+    lines = (ROOT / "data" / name).read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:count]))
+    return str(path)
 
 
 def few(name, count, **columns):
-    lines = (TINY / name).read_text().splitlines(keepends=True)[:count]
-    (Path(FEW.name) / name).write_text("".join(lines))
-    return [{"path": f"{FEW.name}/{name}", "type": "jsonl", **columns}]
+    return [{"path": first_lines(f"tiny/{name}", count), "type": "jsonl", **columns}]
 
 
 PAIRS = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
@@ -39,11 +42,8 @@ TEST_PAIRS = few("pairs_test.jsonl", 6, **PAIRS)
 SOLUTIONS = {"input": "problem", "output": "solution"}
 SMALL = {  # a run of seconds; rce.py has the constants in its second part only
     "all": {
-        "BATCH_SIZE": 4,
-        "GRADIENT_ACCUMULATION_STEPS": 1,
-        "EVAL_EVERY_N_STEPS": 2,
-        "SAVE_EVERY_N_STEPS": 2,
-        "RESUME": "no",
+        **{"BATCH_SIZE": 4, "GRADIENT_ACCUMULATION_STEPS": 1, "EVAL_EVERY_N_STEPS": 2},
+        **{"SAVE_EVERY_N_STEPS": 2, "RESUME": "no"},
     },
     "samplers": {"GROUP_SIZE": 4, "MAX_NEW_TOKENS": 32, "MAX_EVAL_PROMPTS": 6, "EVAL_SAMPLES": 2},
     "ppo/ppo.py": {"MAX_STEPS": 2},
@@ -78,6 +78,31 @@ def load(path, **constants):
         assert name in module.constants(), name
         setattr(module, name, value)
     return module
+
+
+def words_of(constants):
+    """Returns the command-line arguments that set these constants."""
+    return [f"{name}={value}" for name, value in constants.items()]
+
+
+@pytest.fixture
+def grpo():
+    return load("grpo/grpo.py")
+
+
+@pytest.fixture
+def refusal(monkeypatch, capsys):
+    """refusal(path, word, ...) runs a trainer that ends with exit code 2 and one line, which it returns."""
+
+    def run(path, *words):
+        monkeypatch.setattr(sys, "argv", [path, *words])
+        with pytest.raises(SystemExit) as end:
+            load(path).train_main()
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert end.value.code == 2 and line.startswith(f"{Path(path).name}: ")
+        return line
+
+    return run
 
 
 @pytest.fixture
@@ -116,23 +141,30 @@ def bot(text, **more):
     return {"role": "assistant", "content": text, **more}
 
 
+def byte_tokenizer(special, **options):
+    """Returns a tokenizer with `special` tokens and then a token for each byte."""
+    import tokenizers
+    import transformers
+
+    tokens = [*special, *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
+    vocab = {token: number for number, token in enumerate(tokens)}
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    core.add_special_tokens(special)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, **options)
+
+
 @pytest.fixture
 def chat_policy(tmp_path):
     """chat_policy(template, ...) returns the folder of a small random policy whose tokenizer has a token for
     each byte, `special` tokens and this chat template, or these by their names."""
 
     def write(template=CHATML, special=()):
-        import tokenizers
         import transformers
 
-        tokens = [END, START, *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
-        vocab = {token: number for number, token in enumerate(tokens)}
-        core = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
-        core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        core.decoder = tokenizers.decoders.ByteLevel()
-        core.add_special_tokens([END, START, *special])
-        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, pad_token=END)
-        tokenizer.chat_template = template
+        options = {"eos_token": END, "pad_token": END, "chat_template": template}
+        tokenizer = byte_tokenizer([END, START, *special], **options)
         size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         size |= {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": 0}
         config = transformers.LlamaConfig(**size)
@@ -147,6 +179,12 @@ def write_rows(path, *records):
     """Writes a .jsonl file. Returns its path as a text."""
     Path(path).write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(path)
+
+
+def write_csv(path, head, rows):
+    """Writes a .csv file with the columns that `head` names, comma between."""
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows([head.split(","), *rows])
 
 
 def spec_of(path, file_type="jsonl", **columns):

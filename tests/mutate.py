@@ -4,8 +4,8 @@
     python tests/mutate.py grpo/grpo.py kl_loss     # of one function, also outside that part
 
 A mutant changes one thing: + to -, * to /, < to <=, a number, min to max, `and` to `or`, a condition to its
-opposite, or it drops a sign or a .clamp(). One that tests/test_<trainer>.py lets pass is printed as ALIVE:
-a test is missing, or the code does nothing. Exit code 1 if one is alive.
+opposite, or it drops a sign or a .clamp(). One that test_<trainer>.py and test_maths.py let pass is
+printed as ALIVE: a test is missing, or the code does nothing. Exit code 1 if one is alive.
 """
 
 import ast
@@ -20,23 +20,8 @@ from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = 2
-SWAPS = {
-    ast.Add: "-",
-    ast.Sub: "+",
-    ast.Mult: "/",
-    ast.Div: "*",
-    ast.Pow: "*",
-    ast.Lt: "<=",
-    ast.LtE: "<",
-    ast.Gt: ">=",
-    ast.GtE: ">",
-    ast.Eq: "!=",
-    ast.NotEq: "==",
-    ast.BitAnd: "|",
-    ast.BitOr: "&",
-    ast.And: "or",
-    ast.Or: "and",
-}
+SWAPS = {"Add": "-", "Sub": "+", "Mult": "/", "Div": "*", "Pow": "*", "BitAnd": "|", "BitOr": "&"}
+SWAPS |= {"Lt": "<=", "LtE": "<", "Gt": ">=", "GtE": ">", "Eq": "!=", "NotEq": "==", "And": "or", "Or": "and"}
 NAMES = {"min": "max", "max": "min", "exp": "log", "mean": "sum", "cos": "sin", "clamp": "", "rsqrt": "sqrt"}
 
 
@@ -52,15 +37,11 @@ def replacements(node, source):
     """Yields texts that may stand in place of a node."""
     text = ast.get_source_segment(source, node)
     if isinstance(node, (ast.BinOp, ast.Compare, ast.BoolOp)):
-        pairs = {
-            ast.BinOp: lambda: (node.left, node.op, node.right),
-            ast.Compare: lambda: (node.left, node.ops[0], node.comparators[0]),
-            ast.BoolOp: lambda: (node.values[0], node.op, node.values[1]),
-        }
-        left, operator, right = pairs[type(node)]()
-        if type(operator) in SWAPS:
-            left, right = (ast.get_source_segment(source, x) for x in (left, right))
-            yield f"({left}) {SWAPS[type(operator)]} ({right})"
+        children = list(ast.iter_child_nodes(node))
+        operands = [ast.get_source_segment(source, x) for x in children if isinstance(x, ast.expr)]
+        for child in children:
+            if type(child).__name__ in SWAPS:
+                yield f"({operands[0]}) {SWAPS[type(child).__name__]} ({operands[1]})"
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         yield repr(node.value + 1)
         if type(node.value) is float:  # an integer is mostly a dimension: -1 would be the same as 1
@@ -118,20 +99,14 @@ def survives(tree, file, mutated, test):
         sys.path.insert(0, str(tree / "tests"))
         import pytest
 
-        options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", f"--rootdir={tree}", str(tree / test)]
-        os._exit(int(pytest.main(options)))
+        options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", f"--rootdir={tree}"]
+        os._exit(int(pytest.main([*options, str(tree / "tests/test_maths.py"), str(tree / test)])))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def main(file, *names):
     os.environ.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"})
-    for name in (
-        "pytest",
-        "torch",
-        "transformers",
-        "transformers.models.llama.modeling_llama",
-        "matplotlib.figure",
-    ):
+    for name in "pytest torch transformers.models.llama.modeling_llama matplotlib.figure".split():
         importlib.import_module(name)  # once, for all forks
     text = (ROOT / file).read_text()
     stem = Path(file).stem

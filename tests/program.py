@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -80,3 +81,20 @@ class Program:
         paths = [Path(self.folder.name) / name for name in ("stdout", "stderr")]
         stdout, stderr = (path.read_text() if path.exists() else "" for path in paths)
         return SimpleNamespace(returncode=self.process.exitcode, stdout=stdout, stderr=stderr)
+
+
+def run_program(*words, cwd, processes=1):
+    """Runs a program to its end; several processes of it are begun as torchrun begins them. Returns what they
+    wrote to stdout."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    variables = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    variables["TORCHELASTIC_RUN_ID"] = "test"
+    programs = []
+    for rank in map(str, range(processes)):
+        environment = {**variables, "RANK": rank, "LOCAL_RANK": rank} if processes > 1 else {}
+        programs.append(Program(*words, cwd=cwd, environment=environment))
+    ended = [program.wait() for program in programs]
+    assert not any(done.returncode for done in ended), "".join(done.stderr[-2000:] for done in ended)
+    return "".join(done.stdout for done in ended)

@@ -1,13 +1,12 @@
 """data/make_codes.py: a plain log becomes what grpo/grpo_rec.py trains on."""
 
-import csv
 import json
 import random
 from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import ROOT, load
+from conftest import ROOT, load, write_csv
 from program import Program
 
 HEAD = "user,item,timestamp,title"
@@ -17,11 +16,6 @@ THINGS = [f"{color} {name}" for color in ("red", "green", "blue") for name in "h
 @pytest.fixture
 def codes():
     return load("data/make_codes.py")
-
-
-def write_csv(path, head, rows):
-    with open(path, "w", newline="") as file:
-        csv.writer(file).writerows([head.split(","), *rows])
 
 
 EVENTS = {  # by time, as read_log() gives them

@@ -8,14 +8,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import transformers
-from conftest import TINY, load
+from conftest import TINY
 
 COLUMNS = {"input": "question", "output": "answer"}
-
-
-@pytest.fixture
-def grpo():
-    return load("grpo/grpo.py")
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +61,8 @@ def test_a_json_number_is_compared_as_the_number_it_is(read):
 
 
 def test_a_null_beside_integers_does_not_change_them(read, tmp_path):
-    table = pyarrow.table(
-        {"question": ["a", "b"], "answer": pyarrow.array([10**16 + 1, None], pyarrow.int64())}
-    )
+    numbers = pyarrow.array([10**16 + 1, None], pyarrow.int64())
+    table = pyarrow.table({"question": ["a", "b"], "answer": numbers})
     pyarrow.parquet.write_table(table, tmp_path / "table")
     assert answers(read((tmp_path / "table").read_bytes(), "parquet")) == ["10000000000000001", None]
 
@@ -82,9 +76,8 @@ def test_an_array_of_records_is_read_as_such(read, indent, keys):
 
 
 def test_byte_order_marks_blank_lines_and_line_ends_of_windows_are_read(read):
-    assert answers(
-        read(b'\xef\xbb\xbf{"question": "a", "answer": "1"}\r\n\r\n{"question": "b", "answer": "2"}\r\n')
-    ) == ["1", "2"]
+    json_lines = b'\xef\xbb\xbf{"question": "a", "answer": "1"}\r\n\r\n{"question": "b", "answer": "2"}\r\n'
+    assert answers(read(json_lines)) == ["1", "2"]
     assert answers(read(b'\xef\xbb\xbfquestion,answer\r\n"a\nb",1\r\nc,2\r\n', "csv")) == ["1", "2"]
     line = json.dumps({"question": "a\u2028b", "answer": "1"}, ensure_ascii=False)
     assert read(line)[0]["prompt"] == "a\u2028b"
@@ -136,11 +129,7 @@ BAD = {
     "an array of texts": ('["a", "b"]', "jsonl", "data:1"),
     "half an emoji": (GOOD + r'{"question": "a \ud83d", "answer": "1"}', "jsonl", "data:2"),
     "a prompt that is null": (GOOD + '{"question": null, "answer": "1"}', "jsonl", "data:2"),
-    "an answer that is a record": (
-        GOOD + '{"question": "a", "answer": {"text": "1"}}',
-        "jsonl",
-        "data:2.*record",
-    ),
+    "a record as answer": (GOOD + '{"question": "a", "answer": {"x": "1"}}', "jsonl", "data:2.*record"),
     "a comma too many": ("question,answer\na,1\nb, c,2\n", "csv", "data:2.*more fields"),
     "a quote that is not closed": ('question,answer\n"a,1\nb,2\n', "csv", "data"),
     "no parquet": ("question,answer\na,1\n", "parquet", "data"),
@@ -174,19 +163,3 @@ def test_rows_of_all_data_sets_have_names_of_their_own(grpo, tokenizer, tmp_path
         (tmp_path / folder / "train.jsonl").write_text(GOOD * 2)
     specs = [{"path": str(tmp_path / x / "train.jsonl"), "type": "jsonl", **COLUMNS} for x in "ab"]
     assert len({row["id"] for row in grpo.load_rows(specs, tokenizer)}) == 4
-
-
-@pytest.mark.parametrize("path", ["ppo/ppo.py", "grpo/grpo.py"])
-def test_each_epoch_has_its_own_order_of_all_prompts(make, path):
-    trainer = make(path, MAX_STEPS=None, NUM_EPOCHS=2)
-    trainer.train_rows = trainer.train_rows[:10]
-    trainer.steps_per_epoch = 3
-    epochs = []
-    for epoch in range(2):
-        seen = []
-        for place in range(3):
-            trainer.state.step = 3 * epoch + place + 1
-            seen += [row["id"] for row in trainer.next_prompts()]
-        epochs.append(seen)
-    names = sorted(row["id"] for row in trainer.train_rows)
-    assert sorted(epochs[0]) == sorted(epochs[1]) == names and epochs[0] != epochs[1]

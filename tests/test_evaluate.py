@@ -7,28 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 import transformers
-from conftest import ROOT, TINY, load, read, small
-from program import Program
+from conftest import ROOT, TINY, load, read, small, words_of
+from program import Program, run_program
 
 LENGTHS = {"MAX_NEW_TOKENS": 24, "MAX_EVAL_PROMPTS": 3, "MAX_STEPS": 1}
+ANSWERS = {"MAX_NEW_TOKENS": 24, "MAX_STEPS": 1, "ACCURACY_FUNCTION": "exact_answer"}
 RUNS = {
     "ppo/ppo.py": small("ppo/ppo.py", **LENGTHS),
     "grpo/grpo.py": small("grpo/grpo.py", **LENGTHS, LORA_RANK=2, LEARNING_RATE=0.1),  # far from its start
     "rce/rce.py": small("rce/rce.py", **LENGTHS),
-    "ppo/sft.py": {"MAX_NEW_TOKENS": 24, "MAX_EVAL_ROWS": 3, "MAX_STEPS": 1},
-    "rce/dpo.py": {"MAX_NEW_TOKENS": 24, "MAX_EVAL_PAIRS": 3, "MAX_STEPS": 1},
+    "ppo/sft.py": small("ppo/sft.py", **ANSWERS, MAX_EVAL_ROWS=3),
+    "rce/dpo.py": small("rce/dpo.py", **ANSWERS, MAX_EVAL_PAIRS=3),
 }
 TOOL = SimpleNamespace(**runpy.run_path(str(ROOT / "tools/evaluate.py")))
-
-
-def run(program, *words, cwd=ROOT):
-    done = Program(ROOT / program, *words, cwd=cwd).wait()
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def train(path, folder):
-    run(path, *(f"{key}={value}" for key, value in {**RUNS[path], "OUTPUT_DIR": folder}.items()))
 
 
 def figures(printed):
@@ -49,9 +40,9 @@ def greedy_response(folder, prompt):
 
 @pytest.mark.parametrize("path", RUNS)
 def test_a_policy_of_each_trainer_answers_as_in_its_run_and_every_response_is_written(tmp_path, path):
-    train(path, tmp_path)
+    run_program(ROOT / path, *words_of({**RUNS[path], "OUTPUT_DIR": tmp_path}), cwd=ROOT)
     for name in ("best", "step_1"):  # step_1 of grpo.py is an adapter
-        printed = run("tools/evaluate.py", tmp_path / name, "SAMPLES=4")
+        printed = run_program(ROOT / "tools/evaluate.py", tmp_path / name, "SAMPLES=4", cwd=ROOT)
         records = read(tmp_path / f"evaluation_{name}.jsonl")
         assert [record["kind"] for record in records] == ["greedy"] * 3 + ["sampled"] * 12
         for record in records[:3]:
@@ -70,7 +61,7 @@ def test_a_model_of_the_hub_takes_recipes(tmp_path):
     data = {"path": str(TINY / "test.jsonl"), "type": "jsonl", "input": "problem", "output": "solution"}
     (tmp_path / "recipe.txt").write_text(f"# a comment\nEVAL_DATASETS=[{data}]\nMAX_EVAL_PROMPTS=3\n")
     words = ("organisation/model", "@recipe.txt", "MAX_NEW_TOKENS=24", "SAMPLES=2", "OUT=out.jsonl")
-    assert "pass@2" in figures(run("tools/evaluate.py", *words, cwd=tmp_path))
+    assert "pass@2" in figures(run_program(ROOT / "tools/evaluate.py", *words, cwd=tmp_path))
     assert len(read(tmp_path / "out.jsonl")) == 3 + 3 * 2
 
 
@@ -87,12 +78,7 @@ def test_a_function_in_the_file_of_the_trainer_decides(tmp_path):
 @pytest.mark.parametrize(
     "function, texts, answer, wanted",
     [
-        (
-            "exact_answer",
-            ["#### 7", "so #### 8", "#### 8.0", "8", "8", "8"],
-            "#### 8",
-            1,
-        ),  # no answer: no vote
+        ("exact_answer", ["#### 7", "so #### 8", "#### 8.0", "8", "8", "8"], "#### 8", 1),  # 8: no vote
         ("exact_answer", ["#### 7", "#### 7", "#### 8"], "#### 8", 0),
         ("last_number", ["It is 7.", "2 + 6 = 8", "8 apples"], "#### 8", 1),
     ],

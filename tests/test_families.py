@@ -7,19 +7,9 @@ import transformers
 from conftest import TINY, load, small
 
 ENDS = list(range(60, 70))  # ids at which sampling stops: responses of many lengths
-SHAPE = {
-    "vocab_size": 82,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": ENDS,
-    "pad_token_id": 0,
-}
+SHAPE = {"vocab_size": 82, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+SHAPE |= {"bos_token_id": None, "eos_token_id": ENDS, "pad_token_id": 0}
 GPT2 = {"vocab_size": 82, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "eos_token_id": ENDS}
 FAMILIES = {
     "llama": transformers.LlamaConfig(**SHAPE),
@@ -32,19 +22,26 @@ FAMILIES = {
     "gpt_neox": transformers.GPTNeoXConfig(**SHAPE),
     "phi3": transformers.Phi3Config(**SHAPE),
     "olmo2": transformers.Olmo2Config(**SHAPE),
+    "capped logits": transformers.Gemma2Config(**SHAPE, sliding_window=4, final_logit_softcapping=5.0),
+    "scaled logits": transformers.CohereConfig(**SHAPE, logit_scale=0.25),
+    "experts": transformers.MixtralConfig(**SHAPE, num_local_experts=4),
 }
+OF_SFT = ("capped logits", "scaled logits", "experts", "gpt2")
 
 
-@pytest.fixture(params=FAMILIES)
-def family(request, tmp_path):
-    """Returns a folder with a random model whose weights are large enough to tell positions apart."""
+def random_model(name):
+    """Returns a model whose weights are large enough to tell tokens and positions apart."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[request.param])
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 2 and "norm" not in name:
-                parameter.mul_(4)
-    model.save_pretrained(tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[name]).eval()
+    for key, parameter in model.named_parameters():
+        if parameter.dim() == 2 and "norm" not in key:
+            parameter.data.mul_(4)
+    return model
+
+
+@pytest.fixture(params=[name for name in FAMILIES if name not in OF_SFT or name == "gpt2"])
+def family(request, tmp_path):
+    random_model(request.param).save_pretrained(tmp_path / "model")
     transformers.AutoTokenizer.from_pretrained(TINY / "policy").save_pretrained(tmp_path / "model")
     return str(tmp_path / "model")
 
@@ -58,9 +55,8 @@ def test_sampling_scoring_values_and_the_update_agree_with_a_plain_forward_pass(
     trainer.state.step = 1
     batch = trainer.rollout(trainer.next_prompts())  # prompts and responses of different lengths
     assert batch.lengths.min() < batch.lengths.max()
-    for row, ids, length, logprobs, values in zip(
-        batch.rows, batch.ids, batch.lengths, batch.logprobs, batch.values
-    ):
+    sampled = zip(batch.rows, batch.ids, batch.lengths, batch.logprobs, batch.values)
+    for row, ids, length, logprobs, values in sampled:
         whole = torch.tensor([row["ids"] + ids[:length].tolist()])
         first = len(row["ids"]) - 1
         with torch.no_grad():
@@ -71,3 +67,61 @@ def test_sampling_scoring_values_and_the_update_agree_with_a_plain_forward_pass(
         assert torch.allclose(values[:length], trainer.critic.score(hidden)[:, 0], atol=1e-3)
     trainer.compute_advantages(batch)
     assert trainer.update(batch)["rollout_mismatch"] < 1e-4
+
+
+# ---------------------------------------------------------------- answers that are given: sft.py, dpo.py
+
+ROWS = [{"ids": [5, 6, 7, 8, 9, 10, 11, 2], "mask": [0, 0, 0, 1, 1, 0, 1, 1]}]
+ROWS += [{"ids": [12, 13, 14, 2], "mask": [0, 1, 1, 1]}, {"ids": [15, 2], "mask": [0, 1]}]
+
+
+@pytest.mark.parametrize("name", OF_SFT)
+def test_logprobs_are_those_of_a_plain_forward_pass_and_so_is_the_gradient(name):
+    sft = load("ppo/sft.py", LOGITS_AT_ONCE=3)
+    model, wanted, is_likeliest = random_model(name), [], []
+    for row in ROWS:
+        logits = model(torch.tensor([row["ids"]])).logits[0]
+        for t, is_trained in enumerate(row["mask"]):
+            if is_trained:
+                wanted.append(logits[t - 1].log_softmax(-1)[row["ids"][t]])
+                is_likeliest.append(float(logits[t - 1].argmax() == row["ids"][t]))
+    weights = torch.linspace(0.5, 1.5, len(wanted))
+    gradients = torch.autograd.grad((torch.stack(wanted) * weights).sum(), list(model.parameters()))
+    logprobs, likeliest = sft.answer_logprobs(model, ROWS)
+    assert torch.allclose(logprobs, torch.stack(wanted), atol=1e-4) and likeliest.tolist() == is_likeliest
+    (logprobs * weights).sum().backward()
+    for one, parameter in zip(gradients, model.parameters()):
+        assert torch.allclose(one, parameter.grad, atol=1e-4 * (1 + one.abs().max().item()))
+    with torch.no_grad():
+        assert torch.equal(sft.answer_logprobs(model, ROWS)[0], logprobs)
+
+
+def test_logits_are_held_for_a_few_tokens_and_computed_again():
+    sft = load("ppo/sft.py", LOGITS_AT_ONCE=3)
+    model, sizes = random_model("capped logits"), []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: sizes.append(output.shape[1]))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+        logprobs, _ = sft.answer_logprobs(model, ROWS)
+    assert sizes == [3, 3, 2] and not any(shape[-1:] == (82,) for shape in kept)
+    logprobs.sum().backward()
+    assert sorted(sizes) == [2, 2, 3, 3, 3, 3]
+
+
+def test_gradient_checkpointing_gives_the_same_gradient_without_dropout():
+    gradients, calls = [], []
+    for checkpointing in (False, True):
+        sft = load("ppo/sft.py", GRADIENT_CHECKPOINTING=checkpointing)
+        model = random_model("gpt2")
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.5
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        count = []
+        model.transformer.h[0].mlp.register_forward_pre_hook(lambda *_: count.append(1))
+        sft.answer_logprobs(model, ROWS)[0].sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        calls.append(len(count))
+        assert not any(module.training for module in model.modules())
+    assert calls == [1, 2] and all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*gradients))

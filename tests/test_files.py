@@ -9,7 +9,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import copies
 
 LIMITS = {
-    **{"ppo/ppo.py": 1300, "grpo/grpo.py": 1300, "rce/rce.py": 1540, "rewards/__init__.py": 300},
+    **{"ppo/ppo.py": 1300, "grpo/grpo.py": 1300, "rce/rce.py": 1549, "rewards/__init__.py": 300},
     **{"ppo/sft.py": 970, "ppo/reward_model.py": 957, "rce/dpo.py": 1085},
     **{"ppo/ppo_rag.py": 1000, "grpo/grpo_rec.py": 1350, "rce/rce_icl.py": 1350},
 }
@@ -17,7 +17,8 @@ LIMITS = {
 
 @pytest.mark.parametrize("file", LIMITS)
 def test_a_file_is_read_in_one_sitting(file):
-    assert len((ROOT / file).read_text().splitlines()) <= LIMITS[file]
+    lines = len((ROOT / file).read_text().splitlines())
+    assert lines <= LIMITS[file], f"{file} has {lines} lines: take some away, or raise LIMITS in your copy"
 
 
 def test_definitions_of_one_name_are_the_same_text():

@@ -21,32 +21,20 @@ def grpo():
 
 # ---------------------------------------------------------------- advantages
 
-SCORES = [1.0, 4.0, 2.0, 2.5]  # two groups
-STD = {
-    "group": [4.5**0.5, 4.5**0.5, 0.125**0.5, 0.125**0.5],
-    "batch": [(4.6875 / 3) ** 0.5] * 4,
-    "none": [1] * 4,
-}
+SCORES = [1.0, 4.0, 1.0, 2.0, 3.0, 7.0]  # two groups
+STD = {"group": [3**0.5] * 3 + [7**0.5] * 3, "batch": [5.2**0.5] * 6, "none": [1 - 1e-4] * 6}
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("leave_one_out", [False, True])
+@pytest.mark.parametrize("scale", ["group", "batch", "none", "dr_grpo"])
 def test_advantages(grpo, scale, leave_one_out):
-    grpo.SCALE_REWARDS, grpo.LEAVE_ONE_OUT = scale, leave_one_out
-    baseline = [4.0, 1.0, 2.5, 2.0] if leave_one_out else [2.5, 2.5, 2.25, 2.25]
-    small = 0 if scale == "none" else 1e-4
-    want = [(s - b) / (std + small) for s, b, std in zip(SCORES, baseline, STD[scale])]
+    grpo.GROUP_SIZE, grpo.SCALE_REWARDS, grpo.LEAVE_ONE_OUT = 3, scale, leave_one_out
+    if scale == "dr_grpo":  # it divides by no standard deviation
+        grpo.LOSS_TYPE, grpo.SCALE_REWARDS, scale = "dr_grpo", "group", "none"
+    of_others = [2.5, 1.0, 2.5, 5.0, 4.5, 2.5]
+    baseline = of_others if leave_one_out else [2.0] * 3 + [4.0] * 3
+    want = [(s - b) / (std + 1e-4) for s, b, std in zip(SCORES, baseline, STD[scale])]
     assert grpo.group_advantages(double(SCORES)).tolist() == pytest.approx(want)
-
-
-def test_the_leave_one_out_baseline_is_the_mean_of_the_others(grpo):
-    grpo.GROUP_SIZE, grpo.SCALE_REWARDS, grpo.LEAVE_ONE_OUT = 3, "none", True
-    assert grpo.group_advantages(double([1, 4, 2])).tolist() == pytest.approx([-2, 2.5, -0.5])
-
-
-def test_dr_grpo_divides_by_no_standard_deviation(grpo):
-    grpo.LOSS_TYPE = "dr_grpo"
-    assert grpo.group_advantages(double(SCORES)).tolist() == pytest.approx([-1.5, 1.5, -0.25, 0.25])
 
 
 @pytest.mark.parametrize("score", [0.1, 0.7, 1000.7, -3e7])
@@ -76,7 +64,7 @@ OLD = [[-1.0, -0.5, -9.0, -2.0], [-0.7, 0.0, 0.0, 0.0]]
 NEW = [[-0.6, -0.55, -1.0, -2.4], [-0.3, 3.0, 3.0, 3.0]]
 
 
-def plain_loss(new, kind, advantages, low, high, dual_clip, max_new_tokens):
+def plain_loss(new, kind, advantages, low, high, max_new_tokens):
     """The loss of the two responses, by loops over tokens."""
     total = 0.0
     lengths = [sum(row) for row in MASK]
@@ -87,12 +75,9 @@ def plain_loss(new, kind, advantages, low, high, dual_clip, max_new_tokens):
             log_ratio = sum(log_ratios.values()) / len(tokens) if kind == "gspo" else log_ratios[t]
             ratio, a = math.exp(log_ratio), advantages[i]
             loss = -min(ratio * a, min(max(ratio, 1 - low), 1 + high) * a)
-            if dual_clip and a < 0:
-                loss = min(loss, -dual_clip * a)
             if kind == "cispo":
-                loss = (
-                    -min(math.exp(NEW[i][t] - OLD[i][t]), 1 + high) * a * row[t]
-                )  # the ratio has no gradient
+                # The ratio has no gradient
+                loss = -min(math.exp(NEW[i][t] - OLD[i][t]), 1 + high) * a * row[t]
             if kind == "sapo":
                 tau = 1.0 if a > 0 else 1.05
                 loss = -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * a
@@ -103,14 +88,14 @@ def plain_loss(new, kind, advantages, low, high, dual_clip, max_new_tokens):
 
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("advantages", [[1.3, -0.7], [-1.3, 0.7]])
-@pytest.mark.parametrize("high, dual_clip", [(None, None), (0.28, None), (None, 1.3)])
-def test_losses_and_their_gradients(grpo, kind, advantages, high, dual_clip):
-    grpo.LOSS_TYPE, grpo.CLIP_RANGE_HIGH, grpo.DUAL_CLIP, grpo.MAX_NEW_TOKENS = kind, high, dual_clip, 10
+@pytest.mark.parametrize("high", [None, 0.28])
+def test_losses_and_their_gradients(grpo, kind, advantages, high):
+    grpo.LOSS_TYPE, grpo.CLIP_RANGE_HIGH, grpo.MAX_NEW_TOKENS = kind, high, 10
     new, mask = double(NEW).requires_grad_(), double(MASK)
     losses, _ = grpo.policy_loss(new, double(OLD), double(advantages).unsqueeze(1), mask)
     loss = (losses * grpo.token_weights(mask)).sum()
     loss.backward()
-    arguments = (kind, advantages, 0.2, high or 0.2, dual_clip, 10)
+    arguments = (kind, advantages, 0.2, high or 0.2, 10)
     assert loss.item() == pytest.approx(plain_loss(NEW, *arguments), abs=1e-7)
     for i in range(2):
         for t in range(4):
@@ -121,16 +106,6 @@ def test_losses_and_their_gradients(grpo, kind, advantages, high, dual_clip):
                 sides.append(plain_loss(moved, *arguments))
             slope = (sides[0] - sides[1]) / 2e-6
             assert new.grad[i, t].item() == pytest.approx(slope, abs=1e-6), (i, t)
-
-
-@pytest.mark.parametrize("kind", LOSSES)
-def test_on_policy_all_losses_have_the_policy_gradient(grpo, kind):
-    grpo.LOSS_TYPE = kind
-    new, mask = double(OLD).requires_grad_(), double(MASK)
-    losses, ratio = grpo.policy_loss(new, double(OLD), double([[2.0], [-1.0]]), mask)
-    (losses * mask).sum().backward()
-    assert new.grad.tolist() == [pytest.approx([-2, -2, 0, -2]), pytest.approx([1, 0, 0, 0])]
-    assert (ratio * mask == mask).all()
 
 
 @pytest.mark.parametrize("kind", LOSSES)
@@ -151,59 +126,13 @@ def test_a_response_without_a_token_of_the_policy_changes_nothing(grpo, kind):
     assert (losses * grpo.token_weights(mask)).sum(1)[1] == 0
 
 
-@pytest.mark.parametrize("estimator, want", [("k2", "policy to reference"), ("k3", "reference to policy")])
-def test_the_gradient_of_each_kl_estimator_is_that_of_a_kl(grpo, estimator, want):
-    """Exact means over a vocabulary of three tokens; joschu.net/blog/kl-approx.html"""
-    grpo.KL_ESTIMATOR = estimator
-    logits, ref = double([0.3, -1.0, 0.8]).requires_grad_(), double([1.0, 0.2, -0.5]).log_softmax(0)
-    logprobs = logits.log_softmax(0)
-    mean = (logprobs.exp().detach() * grpo.kl_loss(logprobs, ref)).sum()
-    got = torch.autograd.grad(mean, logits)[0]
-    logprobs = logits.log_softmax(0)
-    forward, backward = (ref.exp() * (ref - logprobs)).sum(), (logprobs.exp() * (logprobs - ref)).sum()
-    exact = {"policy to reference": backward, "reference to policy": forward}[want]
-    assert torch.allclose(got, torch.autograd.grad(exact, logits)[0])
-
-
-def test_the_values_of_the_kl_estimators(grpo):
-    logprobs, ref = T([[-1.0, -400.0]]), T([[-1.5, 0.0]])
-    assert grpo.kl_loss(logprobs, ref)[0, 0].item() == pytest.approx(math.exp(-0.5) - 1 + 0.5)
-    assert grpo.kl_loss(logprobs, ref).isfinite().all()
-    grpo.KL_ESTIMATOR = "k2"
-    assert grpo.kl_loss(logprobs, ref)[0, 0].item() == pytest.approx(0.125)
-
-
-@pytest.mark.parametrize(
-    "kind, want",
-    [
-        ("dapo", [1, 0, 0, 1, 0, 0, 0, 0]),
-        ("cispo", [1, 1, 0, 0, 0, 0, 1, 0]),
-        ("sapo", [0, 0, 0, 0, 0, 0, 0, 0]),
-    ],
-)
+@pytest.mark.parametrize("kind, want", [("dapo", "10010000"), ("cispo", "11000010"), ("sapo", "00000000")])
 def test_what_counts_as_clipped(grpo, kind, want):
     grpo.LOSS_TYPE = kind
     ratio, old = double([1.5, 1.5, 0.5, 0.5, 1.1, 0.9, 1.5, 0.5]), double([-1.0] * 8)
     stats = grpo.grpo_stats(old + ratio.log(), old, ratio, double([0.5, -0.5, 0.5, -0.5, 1, -1, 0, 0]))
-    assert stats["clip_fraction"].tolist() == want
+    assert stats["clip_fraction"].tolist() == list(map(int, want))
     assert stats["approx_kl"][0].item() == pytest.approx(0.5 - math.log(1.5))
-
-
-@pytest.mark.parametrize(
-    "kind, want", [("linear", 0.25), ("cosine", 0.5 - 0.25 * 2**0.5), ("plateau", 0.125)]
-)
-def test_the_learning_rates_schedule(grpo, kind, want):
-    grpo.WARMUP_STEPS = 4
-    assert [grpo.learning_rate_scale(n, 12, 0) for n in range(5)] == [0.25, 0.5, 0.75, 1, 1]
-    grpo.USE_LR_SCHEDULER, grpo.LR_SCHEDULER_TYPE = True, kind
-    assert grpo.learning_rate_scale(10, 12, 3) == pytest.approx(want)
-    assert grpo.learning_rate_scale(4, 4, 0) == 1  # a run that is all warm-up
-
-
-def test_sampling_logprobs_divide_by_the_temperature(grpo):
-    grpo.TEMPERATURE = 2.0
-    want = [x / 2 - math.log(math.exp(0.5) + math.exp(1.5)) for x in (1.0, 3.0)]
-    assert grpo.sampling_logprobs(T([1.0, 3.0])).tolist() == pytest.approx(want, abs=1e-6)
 
 
 # ---------------------------------------------------------------- the trainer

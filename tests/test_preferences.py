@@ -5,7 +5,6 @@ import json
 import math
 import runpy
 import sys
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -13,7 +12,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from conftest import CHATML, END, PAIRS, ROOT, START, TINY, bot, load, read, small, spec_of, user, write_rows
+from conftest import CHATML, END, PAIRS, ROOT, START, TINY, bot, load, read, spec_of, user, write_rows
 from program import Program
 
 SFT, RM, DPO = "ppo/sft.py", "ppo/reward_model.py", "rce/dpo.py"
@@ -181,7 +180,7 @@ def test_a_reference_that_does_not_know_all_tokens_is_refused(make, tmp_path):
     config = transformers.AutoConfig.from_pretrained(TINY / "policy")
     config.vocab_size = 40
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "few")
-    with pytest.raises(ValueError, match="few has 40 embeddings; its tokenizer gives token 8"):
+    with pytest.raises(ValueError, match="few has 40 embeddings: too few"):
         make(DPO, REFERENCE_MODEL=str(tmp_path / "few"))
 
 
@@ -195,29 +194,16 @@ def call(name):
 ONE, TWO = [user("1+1?")], [user("1+1?"), bot("2"), user("And 1?")]
 ASK = f"{START}assistant\n"
 ASKED = f"{START}user\n1+1?{END}\n"
-FORMS = {  # the record, the read prompt, chosen and rejected
-    "a prompt and texts": ({"prompt": "1+1?", "chosen": "2", "rejected": "3"}, ("1+1?", "2", "3")),
-    "a prompt and messages": (
-        {"prompt": ONE, "chosen": [bot("2")], "rejected": [bot("3")]},
-        (ONE, [bot("2")], [bot("3")]),
-    ),
-    "ultrafeedback: whole chats beside a text": (
-        {"prompt": "1+1?", "chosen": [*ONE, bot("2")], "rejected": [*ONE, bot("3")]},
-        (ONE, [bot("2")], [bot("3")]),
-    ),
-    "whole chats of several turns": (
-        {"chosen": [*TWO, bot("3")], "rejected": [*TWO, bot("4"), user("No"), bot("3")]},
-        (TWO, [bot("3")], [bot("4"), user("No"), bot("3")]),
-    ),
-    "whole chats of which one is longer": (
-        {"chosen": [*ONE, bot("2"), bot("so 2")], "rejected": [*ONE, bot("2")]},
-        (ONE, [bot("2"), bot("so 2")], [bot("2")]),
-    ),
+IS_2, IS_3, OTHER = [bot("2")], [bot("3")], [bot("4"), user("No"), bot("3")]
+DIALOGUE = "\n\nHuman: 1+1?\n\nAssistant: 2\n\nHuman: And 1?\n\nAssistant: "
+FORMS = {  # the record; the prompt, the chosen and the rejected answer that are read
+    "texts": ({"prompt": "1+1?", "chosen": "2", "rejected": "3"}, ("1+1?", "2", "3")),
+    "messages": ({"prompt": ONE, "chosen": IS_2, "rejected": IS_3}, (ONE, IS_2, IS_3)),
+    "ultrafeedback": ({"prompt": "1+1?", "chosen": ONE + IS_2, "rejected": ONE + IS_3}, (ONE, IS_2, IS_3)),
+    "several turns": ({"chosen": TWO + IS_3, "rejected": TWO + OTHER}, (TWO, IS_3, OTHER)),
+    "one is longer": ({"chosen": ONE + IS_2 + IS_3, "rejected": ONE + IS_2}, (ONE, IS_2 + IS_3, IS_2)),
     "hh-rlhf": (
-        {
-            "chosen": "\n\nHuman: 1+1?\n\nAssistant: 2\n\nHuman: And 1?\n\nAssistant: 3\n\nfor sure",
-            "rejected": "\n\nHuman: 1+1?\n\nAssistant: 2\n\nHuman: And 1?\n\nAssistant: Human: 4",
-        },
+        {"chosen": f"{DIALOGUE}3\n\nfor sure", "rejected": f"{DIALOGUE}Human: 4"},
         (TWO, [bot("3\n\nfor sure")], [bot("Human: 4")]),
     ),
 }
@@ -278,10 +264,7 @@ def test_pairs_that_teach_nothing_are_left_out_and_counted(make, tmp_path, capsy
     rows = [good, *(good | change for change in odd)]
     data = spec_of(write_rows(tmp_path / "pairs.jsonl", *rows), **PAIRS)
     options = {"TRAIN_DATASETS": data, "EVAL_DATASETS": []}
-    longest = len("1+1=?\n") + 50 + 1
-    trainer = make(path, **options, MAX_TOKENS=longest)
-    assert [row["id"] for row in trainer.train_rows] == ["1/pairs.jsonl:1", "1/pairs.jsonl:6"]
-    trainer = make(path, **options, MAX_TOKENS=longest - 1)
+    trainer = make(path, **options, MAX_TOKENS=len("1+1=?\n") + 50)  # one token less than the sixth has
     assert [row["id"] for row in trainer.train_rows] == ["1/pairs.jsonl:1"]
     shown, count = capsys.readouterr().out, len(rows)
     assert f"left out 1 of {count} rows, longer than MAX_TOKENS; the first is 1/pairs.jsonl:6" in shown
@@ -290,21 +273,15 @@ def test_pairs_that_teach_nothing_are_left_out_and_counted(make, tmp_path, capsy
     assert f"left out {equal} of {count} rows, whose answers are equal; the first is 1/pairs.jsonl:2" in shown
 
 
-WRONG_PAIRS = {
-    "texts that are no dialogue": ({"chosen": "2", "rejected": "3"}, "pairs.jsonl:1.*Human: Hi"),
-    "chats of two prompts": (
-        {"chosen": [*ONE, bot("2")], "rejected": [user("2+2?"), bot("4")]},
-        "pairs.jsonl:1.*do not begin with",
-    ),
-}
-
-
 @of_pairs
-@pytest.mark.parametrize("case", WRONG_PAIRS)
-def test_wrong_pairs_are_refused_in_one_line_that_names_the_row(make, chat_policy, tmp_path, path, case):
-    record, message = WRONG_PAIRS[case]
+@pytest.mark.parametrize(
+    "chosen, rejected, message",
+    [("2", "3", "Human: Hi"), (ONE + IS_2, [user("2+2?"), bot("4")], "do not begin with")],
+)
+def test_wrong_pairs_are_refused_in_one_line(make, chat_policy, tmp_path, path, chosen, rejected, message):
+    record = {"chosen": chosen, "rejected": rejected}
     data = spec_of(write_rows(tmp_path / "pairs.jsonl", record), **{name: name for name in record})
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=f"pairs.jsonl:1.*{message}") as error:
         make(path, **{MODEL[path]: chat_policy(), "TRAIN_DATASETS": data})
     assert "\n" not in str(error.value)
 
@@ -376,99 +353,6 @@ def test_margins_come_from_their_column(make, tmp_path):
     rows = [{**pair, "margin": margin} for margin in (0, 1.5, "2")]
     data = spec_of(write_rows(tmp_path / "pairs.jsonl", *rows), **PAIRS, margin="margin")
     assert [row["margin"] for row in make(RM, TRAIN_DATASETS=data).train_rows] == [0.0, 1.5, 2.0]
-
-
-# ---------------------------------------------------------------- the run of the three trainers
-
-
-@each_trainer
-def test_a_run_writes_its_files_and_moves_those_of_an_earlier_one_aside(make, tmp_path, path):
-    run, best = tmp_path / "run", f"best/{BEST[path]}/model.safetensors"
-    (run / "best").mkdir(parents=True)
-    (run / "best/notes.txt").write_text("mine")
-    trainer = make(path, draws=path == RM, MAX_STEPS=3)
-    evaluation = trainer.train()
-    assert {p.name for p in run.iterdir()} >= {"step_2", "step_3", "training_config.json"}
-    assert all((run / f"{x}/{BEST[path]}/tokenizer.json").exists() for x in ("best", "step_2", "step_3"))
-    if path == RM:
-        names = ["training_metrics_detailed.png", "reward_model_metrics_with_entropy.png"]
-        assert all((run / name).read_bytes()[:4] == b"\x89PNG" for name in names)
-    records = read(run / "logs/metrics.jsonl")
-    phases = [(record["phase"], record["step"]) for record in records]
-    assert phases == [("eval", 0), ("train", 1), ("train", 2), ("eval", 2), ("train", 3), ("eval", 3)]
-    assert records[-1] == {"phase": "eval", "step": 3, **evaluation}
-    assert set(trainer.module.PANELS) - {"accuracy_greedy", "accuracy_sampled"} <= set(records[1])
-    assert [sample["step"] for sample in read(run / "logs/samples.jsonl")] == [1, 1, 2, 2, 3, 3]
-    first = (run / best).read_bytes()
-    make(path, LEARNING_RATE=1e-5).train()
-    (old,) = tmp_path.glob("run_old_*")
-    assert (old / best).read_bytes() == first and (old / "logs/metrics.jsonl").exists()
-    assert (run / "best/notes.txt").read_text() == "mine" and not (run / "step_3").exists()
-
-
-@each_trainer
-def test_each_epoch_has_its_own_order_of_all_rows(make, path):
-    trainer = make(path, GRADIENT_ACCUMULATION_STEPS=3, MAX_STEPS=None, NUM_EPOCHS=2)
-    assert trainer.steps_per_epoch == 4 and trainer.total_steps == 8
-    epochs = [[], []]
-    for step in range(1, 9):
-        trainer.state.step = step
-        rows = trainer.next_rows()
-        assert len(rows) == (12 if step % 4 else 4)
-        epochs[(step - 1) // 4] += [row["id"] for row in rows]
-    names = sorted(row["id"] for row in trainer.train_rows)
-    assert sorted(epochs[0]) == sorted(epochs[1]) == names and epochs[0] != epochs[1] != names
-
-
-@each_trainer
-def test_the_best_model_has_the_lowest_loss_and_patience_ends_a_run(make, path):
-    losses = iter([0.9, 0.5, 0.6, 0.495, 0.7, 0.1])
-    patience = {"EARLY_STOPPING_PATIENCE": 3, "EARLY_STOPPING_THRESHOLD": 0.01}
-    trainer = make(path, EVAL_EVERY_N_STEPS=1, MAX_STEPS=9, **patience)
-    trainer.evaluate = lambda: {"loss": next(losses)}
-    saved = []
-    trainer.save_best = lambda: saved.append(trainer.state.step)
-    (trainer.run.folder / "best" / BEST[path]).mkdir(parents=True)
-    trainer.train()
-    assert saved == [0, 1, 3] and trainer.state.step == 4
-
-
-@each_trainer
-def test_the_best_model_of_a_lora_run_loads_without_peft(make, tmp_path, path):
-    trainer = make(path, LORA_RANK=4, LEARNING_RATE=1e-3, WARMUP_STEPS=0, EVAL_DATASETS=[])
-    trainer.train()
-    (model,) = trainer.models.values()
-    is_adapted = {p.requires_grad for name, p in model.named_parameters() if "lora" in name}
-    assert is_adapted == {True} and not all(p.requires_grad for p in model.parameters())
-    folder = tmp_path / f"run/best/{BEST[path]}"
-    best, plain = (transformers.AutoModel.from_pretrained(x).eval() for x in (folder, TINY / "policy"))
-    ids = torch.tensor([trainer.train_rows[0]["ids"]])
-    with torch.no_grad():
-        hidden, merged, start = (m(ids).last_hidden_state for m in (model.get_decoder(), best, plain))
-    assert torch.allclose(merged, hidden, atol=1e-4) and not torch.allclose(start, hidden, atol=1e-3)
-    assert not list(folder.glob("adapter*"))
-
-
-COLUMNS = "'type':'jsonl','prompt':'q','input':'q','chosen':'a','rejected':'b'"
-WRONG = {
-    "a column": (f"TRAIN_DATASETS=[{{'path':'{TINY}/pairs.jsonl',{COLUMNS}}}]", "'prompt': 'q'"),
-    "a file": (f"TRAIN_DATASETS=[{{'path':'no.jsonl',{COLUMNS}}}]", "FileNotFoundError"),
-    "a model": ("ACTOR_MODEL=nowhere", "_MODEL=nowhere"),
-}
-
-
-@each_trainer
-@pytest.mark.parametrize("case", WRONG)
-def test_what_a_user_gets_wrong_is_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path, path, case):
-    word, message = WRONG[case]
-    words = small(path, OUTPUT_DIR=tmp_path / "run")
-    words = [*(f"{name}={value}" for name, value in words.items()), word.replace("ACTOR_MODEL", MODEL[path])]
-    monkeypatch.setattr(sys, "argv", [path, *words])
-    with pytest.raises(SystemExit) as end:
-        load(path).train_main()
-    error = capsys.readouterr().err.strip()
-    assert end.value.code == 2 and message in error and len(error.splitlines()) == 1
-    assert error.startswith(f"{Path(path).name}: ")
 
 
 # ---------------------------------------------------------------- the programs that make the data

@@ -5,10 +5,7 @@ import importlib.util
 import json
 import os
 import signal
-import sys
-import time
 from collections import Counter
-from contextlib import suppress
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -17,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, load, read, without_clock
-from program import Program
+from conftest import ROOT, load, read
 
 PATH = "ppo/ppo_rag.py"
 SMALL = {"SAMPLE": 40, "TOP_KS": (1, 3), "FIXED_ACTION": (3, 0.7, 0), "N_STEPS": 16, "BATCH_SIZE": 8}
@@ -89,14 +85,6 @@ def write(path, rows):
     getattr(datasets.Dataset.from_list(rows), f"to_{form}")(path)
 
 
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-@pytest.mark.parametrize("ratio", [0.5, 0.9, 1.1, 1.5])
-def test_the_clip_by_hand(rag, ratio, advantage):
-    loss = rag().policy_loss(torch.tensor([ratio]).log(), torch.zeros(1), torch.tensor([advantage]))
-    wanted = -min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
-    assert loss.item() == pytest.approx(wanted, abs=1e-6)
-
-
 def test_a_step_has_the_gradient_and_the_metrics_of_the_formulas_in_float64(fake):
     trainer = fake(VALUE_LOSS_COEF=0.7, ENTROPY_COEF=0.3, MAX_GRAD_NORM=1e9, LEARNING_RATE=0.01)
     batch = trainer.rollout()
@@ -131,11 +119,7 @@ def test_a_step_has_the_gradient_and_the_metrics_of_the_formulas_in_float64(fake
 
 
 def test_an_update_takes_each_episode_once_per_pass_at_the_schedules_rate(fake):
-    trainer = fake(USE_LR_SCHEDULER=True, LR_SCHEDULER_TYPE="cosine", WARMUP_STEPS=2, GROUP_EPOCHS=3)
-    scale = trainer.module.learning_rate_scale
-    assert [scale(n, 6) for n in range(7)] == pytest.approx([0.5, 1, 1, 0.853553, 0.5, 0.146447, 0], abs=1e-6)
-    trainer.module.LR_SCHEDULER_TYPE = "linear"
-    assert [scale(n, 6) for n in range(7)] == pytest.approx([0.5, 1, 1, 0.75, 0.5, 0.25, 0])
+    trainer = fake(USE_LR_SCHEDULER=True, LR_SCHEDULER_TYPE="linear", WARMUP_STEPS=2, GROUP_EPOCHS=3)
     seen = []
     trainer.optimizer_step = lambda batch, episodes: seen.append(episodes) or {"policy_loss": 0.0}
     trainer.state.step = 4
@@ -391,39 +375,10 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("files, word, says", ERRORS)
-def test_a_users_error_is_one_line(tmp_path, monkeypatch, capsys, files, word, says):
+def test_a_users_error_is_one_line(tmp_path, refusal, files, word, says):
     for name, text in (GOOD | files).items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(sys, "argv", [PATH, f"OUTPUT_DIR={tmp_path}/run", word or f"DATASET={tmp_path}"])
-    with pytest.raises(SystemExit) as end:
-        load(PATH).train_main()
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert end.value.code == 2 and says in line
-
-
-def test_a_killed_run_ends_with_the_same_bytes(tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    options = {**SMALL, "MAX_STEPS": 60, "SAVE_EVERY_N_STEPS": 5, "RESUME": "yes"}
-
-    def start(folder):
-        words = {**options, "OUTPUT_DIR": folder, "CACHE_DIR": f"{folder}_cache"}
-        return Program(ROOT / PATH, *(f"{name}={value}" for name, value in words.items()), cwd=ROOT)
-
-    started = time.time()
-    assert start(whole).wait().returncode == 0
-    seconds = time.time() - started
-    for fraction in (0.3, 0.5, 0.7, 0.9):
-        program = start(killed)
-        time.sleep(seconds * fraction)
-        with suppress(ProcessLookupError):  # it has ended
-            program.send_signal(9)
-        program.wait()
-    assert start(killed).wait().returncode == 0
-    assert without_clock(whole / "logs/metrics.jsonl") == without_clock(killed / "logs/metrics.jsonl")
-    for name in ("logs/samples.jsonl", "best/policy/policy.pt"):
-        assert (whole / name).read_bytes() == (killed / name).read_bytes(), name
-    one, two = (torch.load(folder / "step_60/training_state.pt") for folder in (whole, killed))
-    assert str(one["policy"]) == str(two["policy"]) and str(one["optimizer"]) == str(two["optimizer"])
+    assert says in refusal(PATH, f"OUTPUT_DIR={tmp_path}/run", word or f"DATASET={tmp_path}")
 
 
 def test_a_signal_ends_the_run_after_its_step_and_saves(rag, tmp_path):
@@ -433,15 +388,12 @@ def test_a_signal_ends_the_run_after_its_step_and_saves(rag, tmp_path):
     assert (tmp_path / "run/step_1").exists() and not (tmp_path / "run/test.json").exists()
 
 
-def test_an_earlier_run_is_moved_aside_and_another_folder_continues_one(rag, tmp_path):
+def test_an_earlier_run_is_moved_aside(rag, tmp_path):
     rag(MAX_STEPS=0, draws=True).RAGTrainer().train()  # the table alone
     rag(RESUME="yes").RAGTrainer().train()
     notes = tmp_path / "run/notes.txt"
     notes.write_text("mine")
     samples = (tmp_path / "run/logs/samples.jsonl").read_bytes()
-    best = (tmp_path / "run/best/policy/policy.pt").read_bytes()
-    rag(OUTPUT_DIR=str(tmp_path / "other"), RESUME=str(tmp_path / "run/step_2")).RAGTrainer().train()
-    assert (tmp_path / "other/best/policy/policy.pt").read_bytes() == best
     rag().RAGTrainer().train()
     (old,) = tmp_path.glob("run_old_*")
     assert (old / "logs/samples.jsonl").read_bytes() == samples and (old / "step_6").exists()

@@ -5,9 +5,8 @@ import math
 import re
 
 import pytest
-import tokenizers
 import transformers
-from conftest import ROOT, load, read
+from conftest import ROOT, byte_tokenizer, load, read
 
 # Parameters; layers; hidden units; width of a layer's keys; inputs and outputs of all linear layers
 POLICY = (494_032_768, 24, 896, 128, 549_888)
@@ -58,24 +57,13 @@ def memory(c):
 
 def save_stand_in(name):
     """Saves a random model and a tokenizer of bytes into a folder that is called as a model of the hub is."""
-    small = {
-        "vocab_size": 259,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_labels": 1,
-        "pad_token_id": 256,
-    }
+    small = {"vocab_size": 259, "hidden_size": 32, "num_hidden_layers": 2, "num_labels": 1, "pad_token_id": 0}
     config = transformers.AutoConfig.for_model("qwen3" if "Qwen3" in name else "qwen2", **small)
     task = "SequenceClassification" if "Reward" in name else "CausalLM"
     getattr(transformers, f"AutoModelFor{task}").from_config(config).save_pretrained(name)
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({x: i for i, x in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     end = "<|im_end|>" if "Instruct" in name else "<|endoftext|>"  # as in Qwen2.5
-    options = {"eos_token": end, "chat_template": TEMPLATE}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options).save_pretrained(name)
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    byte_tokenizer(special, eos_token=end, chat_template=TEMPLATE).save_pretrained(name)
 
 
 def judge(function, prompts, responses, *others):

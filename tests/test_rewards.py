@@ -4,19 +4,17 @@ import functools
 import json
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import TINY
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rewards import UserError, answer_format, answer_in, answers_equal, call_reward, em, exact_answer, f1
 from rewards import final_answer, find_function, gold_answers, last_number, length_penalty, rouge_l
 from rewards import tagged_answer
-
-TINY = Path(__file__).resolve().parents[1] / "data/tiny"
 
 # ---------------------------------------------------------------- answers
 

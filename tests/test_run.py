@@ -1,108 +1,109 @@
-"""The files of a run, its evaluations, its end, and the question at its start."""
+"""The files of a run, its order of rows, its evaluations, its end, and the question at its start."""
 
 import json
-import os
-import pty
 import signal
 import sys
-import threading
+import time
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from conftest import ROOT, SAMPLERS, TRAINERS, load, read, small
+from conftest import ROOT, SAMPLERS, TRAINERS, read, small, words_of
 from program import Program
 
 PATHS = list(SAMPLERS)
+BEST = {**dict.fromkeys(TRAINERS, "policy"), "ppo/reward_model.py": "reward_model"}
+each_trainer = pytest.mark.parametrize("path", TRAINERS)
 
 
 def files(folder):
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_a_run_writes_what_the_documents_promise(make, tmp_path, path):
-    trainer = make(path, draws=True)
+@each_trainer
+def test_a_run_writes_what_is_promised_and_moves_an_earlier_runs_files_aside(make, tmp_path, path):
+    run, weights = tmp_path / "run", f"{BEST[path]}/model.safetensors"
+    yours = ("eval.jsonl", "logs/slurm-1.out", "best.txt", "best/notes.txt", "step_1/notes.txt")
+    for name in yours:
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text("mine")
+    trainer = make(path, draws=path == "grpo/grpo.py")
     evaluation = trainer.train()
-    run, name = tmp_path / "run", Path(path).stem
+    assert list(tmp_path.glob("run_old_*")) == []
     step = f"step_{trainer.state.step}"
-    for file in ("config.json", "model.safetensors", "tokenizer.json"):
-        assert (run / "best/policy" / file).exists() and (run / step / "policy" / file).exists()
-    pictures = ("training_metrics_detailed.png", f"{name}_metrics_with_entropy.png")
-    assert all((run / picture).read_bytes()[:4] == b"\x89PNG" for picture in pictures)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(files(run / "best" / BEST[path]))
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(files(run / step / BEST[path]))
+    if path == "grpo/grpo.py":
+        pictures = ("training_metrics_detailed.png", "grpo_metrics_with_entropy.png")
+        assert all((run / picture).read_bytes()[:4] == b"\x89PNG" for picture in pictures)
     config = json.loads((run / "training_config.json").read_text())
     assert config["constants"]["BATCH_SIZE"] == 4 and "ROOT" not in config["constants"]
     records = read(run / "logs/metrics.jsonl")
-    assert {r["phase"] for r in records} >= {"train", "eval"}
-    last = [r for r in records if r["phase"] == "eval"][-1]
-    assert {k: x for k, x in last.items() if k not in ("phase", "step")} == evaluation
+    assert records[-1] == {"phase": "eval", "step": trainer.state.step, **evaluation}
+    if path != "rce/rce.py":
+        phases = [(record["phase"], record["step"]) for record in records]
+        assert phases == [("eval", 0), ("train", 1), ("train", 2), ("eval", 2)]
+    optional = {"accuracy_greedy", "accuracy_sampled", "kl", "pick_accuracy"}
+    assert set(trainer.module.PANELS) - optional <= set().union(*records)
     samples = read(run / "logs/samples.jsonl")
-    assert {"step", "id", "prompt", "answer", "response", "reward"} <= samples[0].keys()
-    assert len([r for r in samples if r["step"] == 1]) == 4
+    if path in PATHS:
+        assert {"step", "id", "prompt", "answer", "response", "reward"} <= samples[0].keys()
+    assert len([r for r in samples if r["step"] == 1]) == (4 if path in PATHS else 2)
     assert "Done at step" in next((run / "logs").glob("training_*.log")).read_text()
+    first = {name: (run / name).read_bytes() for name in ("logs/metrics.jsonl", f"best/{weights}")}
+    make(path, LEARNING_RATE=1e-5).train()
+    assert all((run / name).read_text() == "mine" for name in yours)
+    (old,) = tmp_path.glob("run_old_*")
+    assert {name: (old / name).read_bytes() for name in first} == first
+    assert (old / "training_config.json").exists()
+    assert not any("slurm" in name or "eval.jsonl" in name or "notes" in name for name in files(old))
 
 
-def test_old_checkpoints_are_deleted_but_not_what_no_run_wrote(make, tmp_path):
+def test_old_checkpoints_are_deleted_and_each_trainer_keeps_to_its_folder(make, tmp_path, monkeypatch):
+    """OUTPUT_DIR is read once: neither another value nor another working directory changes it later."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "run/step_1").mkdir(parents=True)
     (tmp_path / "run/step_1/notes.txt").write_text("mine")
-    make("grpo/grpo.py", SAVE_EVERY_N_STEPS=1, MAX_STEPS=4, KEEP_LAST_N_CHECKPOINTS=2).train()
-    folders = {path.name for path in (tmp_path / "run").glob("step_*")}
-    assert folders == {"step_1", "step_3", "step_4"}
-    assert (tmp_path / "run/step_1/notes.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_a_new_run_moves_the_earlier_runs_files_aside_and_leaves_yours(make, tmp_path, path):
-    run = tmp_path / "run"
-    (run / "logs").mkdir(parents=True)
-    for name in ("eval.jsonl", "logs/slurm-1.out", "best.txt"):
-        (run / name).write_text("mine")
-    make(path).train()
-    assert [p.name for p in tmp_path.iterdir() if "_old_" in p.name] == []
-    first = (run / "logs/metrics.jsonl").read_bytes()
-    make(path).train()
-    assert all((run / name).read_text() == "mine" for name in ("eval.jsonl", "logs/slurm-1.out", "best.txt"))
-    (old,) = (p for p in tmp_path.iterdir() if "_old_" in p.name)
-    assert (old / "logs/metrics.jsonl").read_bytes() == first
-    assert (old / "best/policy/model.safetensors").exists() and (old / "training_config.json").exists()
-    assert not any("slurm" in name or "eval.jsonl" in name for name in files(old))
-
-
-def test_two_trainers_in_one_process_keep_to_their_folders(tmp_path):
-    """OUTPUT_DIR is read once: another value later moves neither files nor checkpoints of the first."""
-    module = load(
-        "grpo/grpo.py", **small("grpo/grpo.py", SAVE_EVERY_N_STEPS=1, OUTPUT_DIR=str(tmp_path / "d"))
-    )
-    module.GRPOTrainer().train()
-    module.OUTPUT_DIR, module.KEEP_LAST_N_CHECKPOINTS = str(tmp_path / "c"), 1
-    trainer = module.GRPOTrainer()
-    module.OUTPUT_DIR = str(tmp_path / "d")
-    trainer.train()
-    assert sorted(p.name for p in (tmp_path / "d").glob("step_*")) == ["step_1", "step_2"]
-    assert sorted(p.name for p in (tmp_path / "c").glob("step_*")) == ["step_2"]
-
-
-def test_a_relative_output_dir_stays_where_it_was(make, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    trainer = make("grpo/grpo.py", OUTPUT_DIR="here")
+    options = {"OUTPUT_DIR": "run", "SAVE_EVERY_N_STEPS": 1, "MAX_STEPS": 4, "KEEP_LAST_N_CHECKPOINTS": 2}
+    trainer = make("grpo/grpo.py", **options)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
+    trainer.module.OUTPUT_DIR = "."
     trainer.train()
-    assert (tmp_path / "here/step_2").exists() and files(tmp_path / "elsewhere") == []
+    assert {path.name for path in (tmp_path / "run").glob("step_*")} == {"step_1", "step_3", "step_4"}
+    assert files(tmp_path / "run/step_1") == ["notes.txt"] and files(tmp_path / "elsewhere") == []
+
+
+@pytest.mark.parametrize("path", [path for path in TRAINERS if path != "rce/rce.py"])
+def test_each_epoch_has_its_own_order_of_all_rows(make, path):
+    trainer = make(path, MAX_STEPS=None, NUM_EPOCHS=2)
+    trainer.train_rows = trainer.train_rows[:10]
+    trainer.steps_per_epoch = 3
+    next_rows = trainer.next_prompts if path in PATHS else trainer.next_rows
+    epochs = [[], []]
+    for step in range(1, 7):
+        trainer.state.step = step
+        rows = [row["id"] for row in next_rows()]
+        assert len(rows) == (4 if step % 3 else 2)
+        epochs[(step - 1) // 3] += rows
+    names = sorted(row["id"] for row in trainer.train_rows)
+    assert sorted(epochs[0]) == sorted(epochs[1]) == names and epochs[0] != epochs[1] != names
 
 
 # ---------------------------------------------------------------- evaluation
 
 
-@pytest.mark.parametrize("path", ["ppo/ppo.py", "grpo/grpo.py"])
-def test_evaluate_counts_correct_responses_and_changes_no_random_numbers(make, path):
-    trainer = make(path, EVAL_SAMPLES=3, MAX_EVAL_PROMPTS=5)
+@pytest.mark.parametrize("own", [False, True])
+def test_evaluate_counts_correct_responses_and_changes_no_random_numbers(make, own):
+    trainer = make("grpo/grpo.py", EVAL_SAMPLES=3, MAX_EVAL_PROMPTS=5)
     before = torch.get_rng_state(), trainer.generator.get_state()
-    metrics = trainer.evaluate()
+    rows = trainer.eval_rows
+    given = [[row[name] for row in rows] for name in ("prompt", "answer")] if own else []
+    metrics = trainer.evaluate(*given)
     assert torch.equal(before[0], torch.get_rng_state())
     assert torch.equal(before[1], trainer.generator.get_state())
-    rows = trainer.eval_rows
     uniform = torch.rand(5, 3, 32, generator=torch.Generator().manual_seed(2)).flatten(0, 1)
     batch = trainer.respond([row for row in rows for _ in range(3)], uniform)
     golds = [row["answer"] for row in rows for _ in range(3)]
@@ -114,72 +115,56 @@ def test_evaluate_counts_correct_responses_and_changes_no_random_numbers(make, p
     assert metrics["accuracy_greedy"] == pytest.approx(sum(right) / 5)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_evaluate_takes_prompts_and_answers_of_ones_own(make, path):
-    trainer = make(path)
-    row = trainer.eval_rows[0]
-    metrics = trainer.evaluate([row["prompt"]] * 2, [row["answer"]] * 2)
-    assert 0 <= metrics["accuracy_sampled"] <= 1 and "accuracy_greedy" in metrics
-
-
-def test_best_policy_is_that_of_the_highest_reward_and_patience_ends_a_run(make, tmp_path):
-    rewards = iter([0.2, 0.5, 0.4, 0.505, 0.3, 0.9])
-    trainer = make(
-        "grpo/grpo.py",
-        EVAL_EVERY_N_STEPS=1,
-        MAX_STEPS=9,
-        EARLY_STOPPING_PATIENCE=3,
-        EARLY_STOPPING_THRESHOLD=0.01,
-    )
-    trainer.evaluate = lambda: {"reward": next(rewards)}
-    best = {}
-    save = trainer.save_best
-    trainer.save_best = lambda: (save(), best.update(step=trainer.state.step))
+@each_trainer
+def test_the_best_model_has_the_best_evaluation_and_patience_ends_a_run(make, path):
+    scores = iter([0.2, 0.5, 0.4, 0.505, 0.3, 0.9])
+    longer = {"NUM_EPOCHS": 9} if path == "rce/rce.py" else {"MAX_STEPS": 9}
+    patience = {"EARLY_STOPPING_PATIENCE": 3, "EARLY_STOPPING_THRESHOLD": 0.01}
+    trainer = make(path, EVAL_EVERY_N_STEPS=1, **longer, **patience)
+    name, sign = ("reward", 1) if path in PATHS else ("loss", -1)
+    trainer.evaluate = lambda *rows: {name: sign * next(scores)}
+    trainer.validate = dict  # of rce.py
+    saved = []
+    trainer.save_best = lambda: saved.append(trainer.state.step)
+    (trainer.run.folder / "best" / BEST[path]).mkdir(parents=True)
     trainer.train()
-    assert trainer.state.step == 4 and best["step"] == 3 and trainer.state.halvings == 1
+    assert saved == [0, 1, 3] and trainer.state.step == 4
+    assert path not in PATHS or trainer.state.halvings == 1
 
 
-def test_without_held_out_data_best_is_the_last_policy(make, tmp_path):
-    trainer = make("grpo/grpo.py", EVAL_DATASETS=[])
+@each_trainer
+def test_the_best_model_of_a_lora_run_loads_without_peft(make, tmp_path, path):
+    """Without held-out data it is the last one."""
+    options = {"LORA_RANK": 4, "LEARNING_RATE": 1e-2, "WARMUP_STEPS": 0, "EVAL_DATASETS": []}
+    trainer = make(path, **options, **({"VALIDATION_FRACTION": 0.0} if path == "rce/rce.py" else {}))
     trainer.train()
-    best = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/best/policy")
-    assert torch.equal(best.lm_head.weight, trainer.actor.lm_head.weight)
+    model = trainer.models[BEST[path]]
+    is_adapted = {p.requires_grad for name, p in model.named_parameters() if "lora" in name}
+    assert is_adapted == {True} and not all(p.requires_grad for p in model.parameters())
+    folder = tmp_path / "run/best" / BEST[path]
+    folders = (folder, ROOT / "data/tiny/policy")
+    best, plain = (transformers.AutoModel.from_pretrained(x).eval() for x in folders)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        hidden, merged, start = (m(ids).last_hidden_state for m in (model.get_decoder(), best, plain))
+    assert torch.allclose(merged, hidden, atol=1e-3) and not torch.allclose(start, hidden, atol=1e-2)
+    assert not list(folder.glob("adapter*"))
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("held_out", [True, False])
-def test_the_best_policy_of_a_lora_run_loads_without_peft(make, tmp_path, path, held_out):
-    options = {} if held_out else {"EVAL_DATASETS": []}
-    if path == "rce/rce.py" and not held_out:
-        options["VALIDATION_FRACTION"] = 0.0
-    trainer = make(path, LORA_RANK=4, LEARNING_RATE=1e-2, **options)
-    trainer.save_best()
-    trainer.train()
-    best = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/best/policy").eval()
-    ids = torch.tensor([trainer.train_rows[0]["ids"]])
-    assert list((tmp_path / "run/best/policy").glob("adapter*")) == []
-    if not held_out:
-        with torch.no_grad():
-            assert torch.allclose(best(ids).logits, trainer.actor(ids).logits, atol=1e-4)
+# ---------------------------------------------------------------- its end and its start
 
 
-# ---------------------------------------------------------------- its end
-
-
-@pytest.mark.parametrize("path", TRAINERS)
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_a_run_after_its_step_and_saves(tmp_path, path, number, code):
+@pytest.mark.parametrize("path, number", zip(TRAINERS, cycle([signal.SIGINT, signal.SIGTERM])))
+def test_a_signal_ends_a_run_after_its_step_and_saves(tmp_path, path, number):
     words = small(path, OUTPUT_DIR=tmp_path / "run", SAVE_EVERY_N_STEPS=0, EVAL_EVERY_N_STEPS=0)
-    words["NUM_EPOCHS"] = 1000
-    if path != "rce/rce.py":
-        words["MAX_STEPS"] = 1000
-    program = Program(ROOT / path, *(f"{k}={v}" for k, v in words.items()), cwd=ROOT)
+    words |= {"NUM_EPOCHS": 1000} if path == "rce/rce.py" else {"MAX_STEPS": 1000}
+    program = Program(ROOT / path, *words_of(words), cwd=ROOT)
     metrics = tmp_path / "run/logs/metrics.jsonl"
     while program.poll() is None and not (metrics.exists() and '"train"' in metrics.read_text()):
-        pass
+        time.sleep(0.01)
     program.send_signal(number)
     done = program.wait()
-    assert done.returncode == code and "Stopped at step" in done.stdout, done.stderr
+    assert done.returncode == 128 + number and "Stopped at step" in done.stdout, done.stderr
     step = read(metrics)[-1]["step"]
     assert (tmp_path / f"run/step_{step}/training_state.pt").exists()
 
@@ -197,47 +182,11 @@ def test_an_optimizer_step_that_is_not_finite_is_skipped_and_said(make, tmp_path
     assert record["policy_loss"] is None
 
 
-# ---------------------------------------------------------------- the question
-
-
-def ask(path, tmp_path, answer):
-    """Starts a trainer at a terminal where a checkpoint is, and types the answer. Returns what it showed."""
-    words = [f"{k}={v}" for k, v in small(path, OUTPUT_DIR=tmp_path / "run", RESUME="ask").items()]
-    shown = []
-
-    def on_output(descriptor):
-        data = os.read(descriptor, 1024)
-        shown.append(data.decode())
-        if "(y/n)" in shown[-1]:
-            os.write(descriptor, answer)
-        return data
-
-    status = pty.spawn([sys.executable, str(ROOT / path), *words], on_output, lambda descriptor: b"")
-    return os.waitstatus_to_exitcode(status), "".join(shown)
-
-
-@pytest.mark.parametrize("answer", [b"y\n", b"n\n"])
-def test_at_a_terminal_a_run_asks_whether_to_continue(make, tmp_path, answer):
-    make("grpo/grpo.py", MAX_STEPS=2).train()
-    result = []
-    thread = threading.Thread(target=lambda: result.append(ask("grpo/grpo.py", tmp_path, answer)))
-    thread.start()
-    thread.join(100)
-    code, shown = result[0]
-    assert code == 0 and f"Found checkpoint: {tmp_path}/run/step_2" in shown
-    assert ("step 1/2" in shown) == (answer == b"n\n"), shown
-
-
-def test_resuming_names_the_constants_that_changed(make, capsys):
+@pytest.mark.parametrize("answer, step", [("y", 2), ("n", 0), (None, 2)])
+def test_at_a_terminal_a_run_asks_whether_to_continue(make, tmp_path, monkeypatch, answer, step):
+    """None: standard input is closed, and so no terminal."""
     make("grpo/grpo.py").train()
-    make("grpo/grpo.py", RESUME="yes", LEARNING_RATE=5e-5, MAX_STEPS=3).train()
-    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("Constants that changed"))
-    assert "LEARNING_RATE=5e-05" in line and "MAX_STEPS=3" in line and "GROUP_SIZE" not in line
-
-
-def test_a_checkpoint_that_cannot_be_read_is_one_message_that_names_resume(make, tmp_path):
-    make("grpo/grpo.py").train()
-    (tmp_path / "run/step_2/training_state.pt").write_bytes(b"half")
-    with pytest.raises(ValueError, match=r"RESUME=.*step_2 cannot be loaded") as error:
-        make("grpo/grpo.py", RESUME="yes")
-    assert "\n" not in str(error.value)
+    monkeypatch.setattr("builtins.input", lambda question: answer)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", answer and sys.stdout)
+    assert make("grpo/grpo.py", RESUME="ask").state.step == step

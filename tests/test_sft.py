@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import transformers
-from conftest import CHATML, END, START, TINY, bot, load, read, spec_of, user, write_rows
+from conftest import CHATML, END, START, TINY, bot, read, spec_of, user, write_rows
 
 SFT, CHAT = "ppo/sft.py", {"messages": "messages"}
 
@@ -67,96 +67,6 @@ def test_a_step_is_that_of_transformers_own_loss(make, size):
         assert torch.allclose(one.grad, two.grad, atol=1e-6, rtol=1e-3), name
 
 
-def test_the_learning_rate_rises_and_then_follows_its_schedule():
-    sft = load(SFT, WARMUP_STEPS=4)
-    assert [sft.learning_rate_scale(done, 12) for done in (0, 1, 3)] == [0.25, 0.5, 1.0]
-    shapes = {"linear": [1.0, 0.75, 0.5, 0.25], "cosine": [1.0, 0.853553, 0.5, 0.146447]}
-    for name, wanted in shapes.items():
-        sft.LR_SCHEDULER_TYPE = name
-        found = [sft.learning_rate_scale(done, 12) for done in (4, 6, 8, 10)]
-        assert found == pytest.approx(wanted, abs=1e-6)
-    sft.USE_LR_SCHEDULER = False
-    assert [sft.learning_rate_scale(done, 12) for done in (1, 4, 11)] == [0.5, 1.0, 1.0]
-
-
-SHAPE = {"vocab_size": 82, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
-SHAPE |= {"bos_token_id": 1, "eos_token_id": 2}
-GPT2 = {"vocab_size": 82, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
-FAMILIES = {
-    "capped logits": transformers.Gemma2Config(**SHAPE, final_logit_softcapping=5.0, sliding_window=4),
-    "scaled logits": transformers.CohereConfig(**SHAPE, logit_scale=0.25),
-    "another layout": transformers.GPT2Config(**GPT2),
-    "experts": transformers.MixtralConfig(**SHAPE, num_local_experts=4),
-}
-
-
-def family(name):
-    """Returns a random model whose weights are large enough to tell tokens apart."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[name]).eval()
-    for key, parameter in model.named_parameters():
-        if parameter.dim() == 2 and "norm" not in key:
-            parameter.data.mul_(4)
-    return model
-
-
-ROWS = [{"ids": [5, 6, 7, 8, 9, 10, 11, 2], "mask": [0, 0, 0, 1, 1, 0, 1, 1]}]
-ROWS += [{"ids": [12, 13, 14, 2], "mask": [0, 1, 1, 1]}, {"ids": [15, 2], "mask": [0, 1]}]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_logprobs_are_those_of_a_plain_forward_pass_and_so_is_the_gradient(name):
-    sft = load(SFT, LOGITS_AT_ONCE=3)
-    model, wanted, is_likeliest = family(name), [], []
-    for row in ROWS:
-        logits = model(torch.tensor([row["ids"]])).logits[0]
-        for t, is_trained in enumerate(row["mask"]):
-            if is_trained:
-                wanted.append(logits[t - 1].log_softmax(-1)[row["ids"][t]])
-                is_likeliest.append(float(logits[t - 1].argmax() == row["ids"][t]))
-    weights = torch.linspace(0.5, 1.5, len(wanted))
-    gradients = torch.autograd.grad((torch.stack(wanted) * weights).sum(), list(model.parameters()))
-    logprobs, likeliest = sft.answer_logprobs(model, ROWS)
-    assert torch.allclose(logprobs, torch.stack(wanted), atol=1e-4) and likeliest.tolist() == is_likeliest
-    (logprobs * weights).sum().backward()
-    for one, parameter in zip(gradients, model.parameters()):
-        assert torch.allclose(one, parameter.grad, atol=1e-4 * (1 + one.abs().max().item()))
-    with torch.no_grad():
-        assert torch.equal(sft.answer_logprobs(model, ROWS)[0], logprobs)
-
-
-def test_logits_are_held_for_a_few_tokens_and_computed_again():
-    sft = load(SFT, LOGITS_AT_ONCE=3)
-    model, sizes = family("capped logits"), []
-    model.lm_head.register_forward_hook(lambda module, inputs, output: sizes.append(output.shape[1]))
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
-        logprobs, _ = sft.answer_logprobs(model, ROWS)
-    assert sizes == [3, 3, 2] and not any(shape[-1:] == (82,) for shape in kept)
-    logprobs.sum().backward()
-    assert sorted(sizes) == [2, 2, 3, 3, 3, 3]
-
-
-def test_gradient_checkpointing_gives_the_same_gradient_without_dropout():
-    gradients, calls = [], []
-    for checkpointing in (False, True):
-        sft = load(SFT, GRADIENT_CHECKPOINTING=checkpointing)
-        model = family("another layout")
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.5
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        count = []
-        model.transformer.h[0].mlp.register_forward_pre_hook(lambda *_: count.append(1))
-        sft.answer_logprobs(model, ROWS)[0].sum().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-        calls.append(len(count))
-        assert not any(module.training for module in model.modules())
-    assert calls == [1, 2] and all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*gradients))
-
-
 # ---------------------------------------------------------------- what of a chat is trained
 
 
@@ -167,24 +77,16 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 HI, ASK = f"{START}user\nHi{END}\n", f"{START}assistant\n"
 GOOD = {"messages": [user("Hi"), bot("Yes?")]}
 TWO_TURNS = {"messages": [*GOOD["messages"], user("Bye"), bot("So long")]}
+FIRST = f"{HI}{ASK}[Yes?{END}]"
 CHATS = {
-    "every turn up to its end": (
-        TWO_TURNS["messages"],
-        f"{HI}{ASK}[Yes?{END}]\n{START}user\nBye{END}\n{ASK}[So long{END}]",
-    ),
+    "every turn": (TWO_TURNS["messages"], f"{FIRST}\n{START}user\nBye{END}\n{ASK}[So long{END}]"),
     "calls of tools, not their results": (
         [user("Hi"), CALLS, RESULT, bot("It is 3")],
         f"{HI}{ASK}[{SHOWN}{END}]\n{START}tool\n3{END}\n{ASK}[It is 3{END}]",
     ),
     "a call beside words": ([user("Hi"), bot("Wait", tool_calls=[CALL])], f"{HI}{ASK}[Wait{SHOWN}{END}]"),
-    "not the first message": (
-        [bot("Welcome"), user("Hi"), bot("Yes?")],
-        f"{ASK}Welcome{END}\n{HI}{ASK}[Yes?{END}]",
-    ),
-    "not an empty turn, and nothing after the last": (
-        [user("Hi"), bot("Yes?"), user("Bye"), bot(" "), user("Hi")],
-        f"{HI}{ASK}[Yes?{END}]",
-    ),
+    "not the first message": ([bot("Welcome"), *GOOD["messages"]], f"{ASK}Welcome{END}\n{FIRST}"),
+    "no empty turn, nothing after": ([*GOOD["messages"], user("Bye"), bot(" "), user("Hi")], FIRST),
     "up to the first end of an answer": ([user("Hi"), bot(f"Yes{END}No")], f"{HI}{ASK}[Yes{END}]"),
 }
 
@@ -243,7 +145,7 @@ def test_another_end_of_turn_than_eos_is_trained_and_saved(make, chat_policy, tm
     data = spec_of(write_rows(tmp_path / "rows.jsonl", GOOD), **CHAT)
     trainer = make(SFT, ACTOR_MODEL=policy, TRAIN_DATASETS=data, EVAL_DATASETS=[], MAX_STEPS=1)
     eos = trainer.tokenizer.eos_token_id
-    assert trainer.end_ids == [0, eos] and eos > 2
+    assert trainer.end_ids == [0, eos] and eos == 2
     assert show(trainer.tokenizer, trainer.train_rows[0]).endswith(f"[Yes?{END}]")
     trainer.train()
     saved = json.loads((tmp_path / "run/best/policy/generation_config.json").read_text())
@@ -258,11 +160,7 @@ NO_HISTORY = CHATML.replace("m.content or ''", "m.content if loop.last or m.role
 NO_END = CHATML.replace(END, "")
 REFUSED = {
     "a template that hides tool calls": (WITH_CALL, {"template": NO_CALLS}, "rows.jsonl:2.*no tool calls"),
-    "a template that writes earlier turns otherwise": (
-        TWO_TURNS,
-        {"template": NO_HISTORY},
-        "rows.jsonl:2.*give each turn a row: input, output",
-    ),
+    "a template that cuts turns": (TWO_TURNS, {"template": NO_HISTORY}, "rows.jsonl:2.*each turn a row"),
     "a template that ends no turn": (GOOD, {"template": NO_END}, "rows.jsonl:1.*nothing ends"),
     "no template": (GOOD, {"template": None}, "rows.jsonl:1.*need a tokenizer with a chat template"),
     "half an emoji": ({"messages": [user("Hi \ud83d"), bot("Yes")]}, {}, "rows.jsonl:2"),

@@ -32,12 +32,12 @@ import rewards  # noqa: E402
 def find_policy(path):
     """Returns the run that a path belongs to, or None, and the policy: a folder, or a name on the hub."""
     folder = Path(path).absolute()
-    for run in (folder, *folder.parents):
-        if (run / "training_config.json").exists():
-            for policy in (folder / "best/policy", folder / "policy", folder):
-                if (policy / "config.json").exists() or (policy / "adapter_config.json").exists():
-                    return run, policy
-            raise rewards.UserError("it holds no policy: name a run, or best or step_N in one")
+    run = next((run for run in (folder, *folder.parents) if (run / "training_config.json").exists()), None)
+    for policy in (folder / "best/policy", folder / "policy", folder):
+        if (policy / "config.json").exists() or (policy / "adapter_config.json").exists():
+            return run, policy
+    if folder.is_dir():
+        raise rewards.UserError("it holds no policy: name a run, or best or step_N in one")
     return None, path
 
 
@@ -167,7 +167,7 @@ def main(path, *words):
         print(f"{policy}: {len(rows)} prompts, by {module.ACCURACY_FUNCTION}; writing to {out}", flush=True)
         results = evaluate(module, trainer, rows, int(options.get("SAMPLES", 8)), out)
     except (rewards.UserError, OSError) as error:
-        print(f"evaluate.py: {path}: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"evaluate.py: {path}, a run, model or hub name: {str(error).splitlines()[0]}", file=sys.stderr)
         sys.exit(2)
     for name, values in results.items():
         print("{:14} {:.3f}  ({:.3f} to {:.3f})".format(name, *interval(values)))

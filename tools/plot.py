@@ -109,8 +109,8 @@ def main():
     runs = {name: read_metrics(run) for name, run in zip(names, words.runs)}
     known = dict.fromkeys(key for metrics in runs.values() for key in metrics)
     keys = words.metrics.split(",") if words.metrics else []
-    if not set(keys) <= set(known):
-        stop(f"--metrics {words.metrics}: the runs have {', '.join(known) or 'no metric yet'}")
+    if missing := set(keys) - set(known):
+        stop(f"--metrics: no run has {', '.join(missing)}; they have {', '.join(known) or 'no metric yet'}")
     if not words.metrics:
         for key in known:
             each = [metrics.get(key) for metrics in runs.values()]
