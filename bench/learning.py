@@ -71,7 +71,9 @@ def main(*words):
     scripts = [word for word in words if word.endswith(".py")]
     seeds = [word for word in words if word.isdecimal()]
     options = dict(word.split("=", 1) for word in words if word.startswith(("show=", "picture=")))
-    keys = ["accuracy_sampled", "accuracy_greedy", "reward", "seconds", *options.get("show", "").split(",")]
+    keys = ["accuracy_sampled", "accuracy_greedy", "reward", "seconds"]
+    if "show" in options:
+        keys += options["show"].split(",")
     overrides = [word for word in words if word[0] == "@" or word.split("=")[0].isupper()]
     out = Path(tempfile.mkdtemp(prefix="learning_"))
     figure = Figure(figsize=(8, 4.2), layout="constrained")

@@ -271,7 +271,7 @@ def test_one_csv_of_ones_own_is_enough(icl, tmp_path):
         ("READER=no/such", "READER=no/such"),
         ("RESUME=no/such", "RESUME = 'no/such'"),
         (f"TRAIN_DATASET={ {**MARKET, 'path': 'no.csv'} }", "No such file or directory: 'no.csv'"),
-        (f"TRAIN_DATASET={ {**MARKET, 'output': 'label'} }", "the columns ['question', 'answer'"),
+        (f"TRAIN_DATASET={ {**MARKET, 'output': 'label'} }", "['question', 'answer'"),
         (f"TRAIN_DATASET={ {**MARKET, 'type': 'tsv'} }", "the types are jsonl, csv, parquet and hub"),
         ("VALIDATION_QUESTIONS=0", "the data sets are too small"),
     ],

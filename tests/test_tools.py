@@ -178,7 +178,7 @@ def test_several_runs_are_drawn_where_they_share_a_metric_each_in_its_colour(plo
     [
         (["none"], "there is no none/logs/metrics.jsonl"),
         (["begun", "run"], "these runs share no metric that changes: name some by --metrics"),
-        (["run", "--metrics", "reward,kl"], "--metrics reward,kl: the runs have reward, accuracy, entropy"),
+        (["run", "--metrics", "reward,kl"], "--metrics: no run has kl; they have reward, accuracy, entropy"),
         (["run", "--out", "x.word"], "--out x.word: Format 'word' is not supported"),
         (["run", "--out", "none/x.png"], "--out none/x.png: "),
     ],

@@ -36,7 +36,7 @@ def find_policy(path):
     for policy in (folder / "best/policy", folder / "policy", folder):
         if (policy / "config.json").exists() or (policy / "adapter_config.json").exists():
             return run, policy
-    if folder.is_dir():
+    if run or folder.is_dir():
         raise rewards.UserError("it holds no policy: name a run, or best or step_N in one")
     return None, path
 
