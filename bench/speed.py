@@ -1,15 +1,13 @@
 """Speed side by side, in rounds that alternate; one thread, processor seconds.
 
-    python bench/speed.py old 7f640d6 grpo                 # steps 2 to 6 against an older commit's grpo.py
-    python bench/speed.py old 7f640d6 ppo ACTOR_MODEL=data/real/smollm2 BATCH_SIZE=8 MAX_NEW_TOKENS=48
     python bench/speed.py rollout 20M                      # our sampling against transformers' generate
     python bench/speed.py rollout 20M 512 1024 2           # prompts of 512 tokens, 1,024 new ones, 2 prompts
     python bench/speed.py trl                              # GRPO, SFT, reward model and DPO against trl's
     python bench/speed.py trl smollm2 dpo sft              # of one model, of two stages
     OMP_NUM_THREADS=2 python bench/speed.py trl 20M grpo   # two threads: seconds by the clock
 
-KEY=VALUE sets a constant on both sides. Models are "tiny" (the shipped one), "20M" (a random Llama of 19.7
-million parameters and 32,768 ids), "smollm2" (bench/real.py makes it).
+Models are "tiny" (the shipped one), "20M" (a random Llama of 19.7 million parameters and 32,768 ids) and
+"smollm2" (bench/real.py makes it).
 
 `rollout` samples 8 responses to each of 32 prompts of data/tiny, up to 64 tokens. With numbers, prompts have
 random tokens, and a response ends at each token with a probability of 1 / 300 on both sides. Then it says
@@ -17,14 +15,13 @@ where our time goes, by torch.profiler.
 
 `trl` needs an environment with bench/requirements-trl.txt, and has a process per measurement. Both sides read
 the same rows in the same micro-batches, in float32, without recomputed activations. GRPO also has trl with
-all rows of a step in one pass, its fastest setting here; KL_COEF is 0.04 on both sides, rewards are all
+all rows of a step in one pass; KL_COEF is 0.04 on both sides, rewards are all
 different, so every row is trained. Memory is the peak until the last step, of the whole process and beyond
 what it held after the imports. Both ask DPO's reference once, before training (trl:
 precompute_ref_log_probs), which is counted in. On a CPU trl's DPO computes logits of the prompts, too; here
 it scores the answers alone, as it does on a GPU.
 """
 
-import ast
 import importlib.util
 import itertools
 import json
@@ -36,7 +33,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -131,46 +127,6 @@ def show(name, old, new, third=None):
     medians = statistics.median(old), statistics.median(new)
     spread = f"{medians[1] / medians[0]:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
     table_row(name, *map(shown, medians), spread, *([shown(statistics.median(third))] if third else []))
-
-
-def steps_of(file, name, folder, words):
-    """Trains six steps. Returns the processor seconds of steps 2 to 6, a list of dicts by activity."""
-    module = load(file)
-    settings = {"EVAL_DATASETS": [], "EVAL_EVERY_N_STEPS": 0, "SAVE_EVERY_N_STEPS": 0, "MAX_STEPS": 6}
-    settings |= {"RESUME": "no", "OUTPUT_DIR": folder}
-    for word in words:
-        key, _, value = word.partition("=")
-        with suppress(ValueError, SyntaxError):
-            value = ast.literal_eval(value)
-        settings[key] = value
-    for key, value in settings.items():
-        setattr(module, key, value)
-    with open(os.devnull, "w") as null, redirect_stdout(null):
-        getattr(module, f"{name.upper()}Trainer")("no").train()
-    steps = []
-    for line in (Path(folder) / "logs/metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if record["step"] > 1:
-            seconds = {key[8:]: x for key, x in record.items() if key.startswith("seconds/")}
-            steps.append({"step": sum(seconds.values()), **seconds})
-    return steps
-
-
-def compare_with_commit(commit, name, *words):
-    with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(["git", "-C", ROOT, "archive", commit], check=True, capture_output=True)
-        subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
-        sides = {"old": [], "new": []}
-        for number in range(ROUNDS):
-            for side, root in {"old": folder, "new": ROOT}.items():
-                sys.path.insert(0, str(root))
-                runs = steps_of(f"{root}/{name}/{name}.py", name, f"{folder}/{side}{number}", words)
-                sys.path.remove(str(root))
-                sides[side].append({key: statistics.median(run[key] for run in runs) for key in runs[0]})
-    table_head(f"{name}.py, processor seconds of a step", commit, "now", "now / then")
-    for key in sides["new"][0]:
-        if key in sides["old"][0]:
-            show(key, *([run[key] for run in sides[side]] for side in ("old", "new")))
 
 
 def set_end(model, inputs, output):
@@ -393,8 +349,7 @@ def compare_with_trl(*words):
 
 
 def main(what=None, *words):
-    commands = {"old": compare_with_commit, "rollout": compare_with_generate}
-    commands |= {"trl": compare_with_trl, "measure": measure}
+    commands = {"rollout": compare_with_generate, "trl": compare_with_trl, "measure": measure}
     if what not in commands:
         sys.exit(__doc__)
     commands[what](*words)
