@@ -163,19 +163,15 @@ def compare_with_generate(model="tiny", prompt_tokens=None, new_tokens=64, promp
         return int((is_end.cumsum(1) - is_end == 0).sum())
 
     sides = {"generate": generate_theirs, "ours": generate_ours}
-    seconds, peaks = {side: [] for side in sides}, {}
+    seconds = {side: [] for side in sides}
     for number in range(ROUNDS + 1 - bool(prompt_tokens)):
         for side, function in sides.items():
-            Path("/proc/self/clear_refs").write_text("5")  # the peak of memory begins anew
-            before = memory()
             started = clock()
             tokens = function()
             if number or prompt_tokens:  # otherwise the first round warms up
                 seconds[side].append((clock() - started) / tokens)
-            peaks[side] = memory() - before
-    table_head("seconds of a token; MiB of the rollout", "generate", "ours", "ours / generate")
+    table_head("seconds of a token", "generate", "ours", "ours / generate")
     show(model, *seconds.values())
-    table_row("memory", *map(shown, peaks.values()), f"{peaks['ours'] / peaks['generate']:.2f}")
     if prompt_tokens:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             generate_ours()
