@@ -289,6 +289,9 @@ def test_an_empty_cell_and_candidates_of_other_pools_are_named(icl, tmp_path):
     (tmp_path / "mined.jsonl").write_text(json.dumps({"id": "other", "pool": [1]}) + "\n")
     with pytest.raises(ValueError, match="mined.jsonl is of other data or pools: set the constants back"):
         trainer.mine_lists(tmp_path / "mined.jsonl", trainer.splits["train"], 2)
+    trainer.reader.value = lambda numbers: -0.5  # a logarithm
+    with pytest.raises(ValueError, match="hold -0.5: not a probability"):
+        trainer.mine_lists(tmp_path / "new.jsonl", trainer.splits["train"], 2)
 
 
 def test_the_example_with_a_reader_of_its_own(tmp_path, monkeypatch):

@@ -329,6 +329,9 @@ def test_sft_alone_is_continued_by_grpo(make, tmp_path):
     last = sorted(path.name for path in (tmp_path / "one").glob("step_*"))[-1]
     for name in (f"{last}/policy/model.safetensors", "eval_test.json"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    (tmp_path / "index.json").write_text((tmp_path / "index.json").read_text().replace("i19", "i20"))
+    with pytest.raises(ValueError, match="index.json' has other codes than the run"):
+        make(OUTPUT_DIR=str(tmp_path / "two"), RESUME="yes")
 
 
 BAD = {
