@@ -269,7 +269,7 @@ class GRPOTrainer:
             if self.run.checkpoint:
                 self.load_state(self.run.checkpoint)
         except Exception as error:  # the libraries raise many types
-            names = f"a model that the constants name, or RESUME={self.run.checkpoint} cannot be loaded"
+            names = f"a model of the constants or RESUME={self.run.checkpoint or RESUME} cannot be loaded"
             raise UserError(f"{names} ({type(error).__name__}: {first_line(error)})") from error
         self.reward_functions = [(find_function(function), weight) for function, weight in REWARD_FUNCTIONS]
         self.accuracy_function = find_function(ACCURACY_FUNCTION)

@@ -167,7 +167,7 @@ class RewardModelTrainer:
             if self.run.checkpoint:
                 self.load_state(self.run.checkpoint)
         except Exception as error:  # the libraries raise many types
-            names = f"BASE_MODEL={BASE_MODEL} or RESUME={self.run.checkpoint} cannot be loaded"
+            names = f"BASE_MODEL={BASE_MODEL} or RESUME={self.run.checkpoint or RESUME} cannot be loaded"
             raise UserError(f"{names} ({type(error).__name__}: {first_line(error)})") from error
         self.train_rows = load_rows(TRAIN_DATASETS, self.make_row)
         self.eval_rows = load_rows(EVAL_DATASETS, self.make_row)[:MAX_EVAL_PAIRS]

@@ -192,7 +192,7 @@ class DPOTrainer:
             if self.run.checkpoint:
                 self.load_state(self.run.checkpoint)
         except Exception as error:  # the libraries raise many types
-            names = f"ACTOR_MODEL={ACTOR_MODEL} or RESUME={self.run.checkpoint} cannot be loaded"
+            names = f"ACTOR_MODEL={ACTOR_MODEL} or RESUME={self.run.checkpoint or RESUME} cannot be loaded"
             raise UserError(f"{names} ({type(error).__name__}: {first_line(error)})") from error
         self.accuracy_function = ACCURACY_FUNCTION and find_function(ACCURACY_FUNCTION)
         self.train_rows = load_rows(TRAIN_DATASETS, self.make_row)
