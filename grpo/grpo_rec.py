@@ -40,11 +40,12 @@ candidates     constrained_logprobs, search              the prompt     PROMPT_T
 
 import ast
 import csv
-import difflib
+import hashlib
 import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -56,6 +57,7 @@ from copy import deepcopy
 from datetime import datetime, timedelta
 from itertools import chain, pairwise
 from pathlib import Path
+from pickle import UnpicklingError
 from types import SimpleNamespace
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
@@ -72,9 +74,12 @@ from tqdm import tqdm
 from transformers import DynamicCache as Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir())
+ROOT = next((folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir()), None)
+if ROOT is None:
+    sys.exit(f"{__file__}: copy the folder rewards/ of the repository beside this file, or above it")
 sys.path.insert(0, str(ROOT))
-from rewards import UserError, call_reward, find_function
+import rewards
+from rewards import UserError, call_reward, find_functions
 
 # ================================================================ constants
 
@@ -153,7 +158,7 @@ EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before GRPO e
 PRINT_EVERY_N_STEPS = 10  # lines on the terminal; metrics.jsonl has every step
 LOG_SAMPLES = 4  # candidates per step written to samples.jsonl
 RESUME = "ask"  # ask (yes without a terminal) | yes | no | path of a checkpoint or a run
-OUTPUT_DIR = f"{ROOT}/checkpoints/grpo_rec"
+OUTPUT_DIR = f"{ROOT}/checkpoints/{Path(__file__).stem}"
 SEED = 1
 USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, WANDB_MODE
 
@@ -254,11 +259,12 @@ class RecTrainer:
             self.load_models(self.run.checkpoint)
             if self.run.checkpoint:
                 self.load_state(self.run.checkpoint)
-        except Exception as error:  # the libraries raise many types
+        except (OSError, ValueError, RuntimeError, LookupError, EOFError, UnpicklingError) as error:
             names = f"ACTOR_MODEL={ACTOR_MODEL} or RESUME={self.run.checkpoint or RESUME} cannot be loaded"
             raise UserError(f"{names} ({type(error).__name__}: {first_line(error)})") from error
         self.load_data()
-        self.reward_functions = [(find_function(function), weight) for function, weight in REWARD_FUNCTIONS]
+        self.run.facts["data"] = digest(self.sft_rows)
+        self.reward_functions = find_functions(REWARD_FUNCTIONS)  # [(name, function, weight)]
         self.baselines = {}  # their metrics on validation, for the pictures
         self.seconds = Counter()  # of the current step, by activity
 
@@ -352,7 +358,9 @@ class RecTrainer:
     def train(self):
         """Runs SFT, then GRPO from its best policy, then the test. Returns the last evaluation."""
         state = self.state
-        self.run.open(state)  # opens the logs and catches signals
+        last_step = state.first_step + MAX_STEPS
+        is_complete = state.stage == "GRPO" and self.is_over(last_step, EARLY_STOPPING_PATIENCE)
+        self.run.open(state, is_complete)  # opens the logs and catches signals
         self.run.log(f"{len(self.rl_rows)} rows and {len(self.valid_rows)} held out, on {self.device}")
         for name, lists in baseline_lists(self.valid_rows).items():
             self.baselines[name] = means(self.list_figures(lists, self.valid_rows))
@@ -494,12 +502,12 @@ class RecTrainer:
             parts.append(("value", VALUE_WEIGHT, values))
         # Your functions get one entry per candidate; those of a history are neighbours, likelier ones first
         repeated = [row for row in rows for _ in range(items.shape[1])]
-        for function, weight in self.reward_functions:
+        for name, function, weight in self.reward_functions:
             histories = list(map(self.catalogue.names, column(repeated, "history")))
             targets = self.catalogue.names(column(repeated, "target"))
             names = self.catalogue.names(items.flatten())
             values = torch.tensor(call_reward(function, histories, names, targets, {}))
-            parts.append((function.__name__, weight, values.view(items.shape)))
+            parts.append((name, weight, values.view(items.shape)))
         scores = sum(weight * values for _, weight, values in parts)
         return scores.to(self.device), {name: values for name, weight, values in parts if weight != 0}
 
@@ -715,22 +723,39 @@ class RecTrainer:
                 model.save_pretrained(tmp / name)
                 self.tokenizer.save_pretrained(tmp / name)
             optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
-            torch.save({"state": vars(self.state), "optimizers": optimizers}, tmp / "training_state.pt")
+            saved = {"state": vars(self.state), "optimizers": optimizers, "trained": self.trained_names()}
+            torch.save(saved, tmp / "training_state.pt")
         for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
         draw_grid(self.run.folder, "training_metrics_detailed.png", self.baselines)
         draw_grid(self.run.folder, f"{Path(__file__).stem}_metrics_with_entropy.png", self.baselines, PANELS)
 
+    def trained_names(self):
+        """Returns what the optimizers' states belong to: their classes and the parameters of each group."""
+        trained = {}
+        for key, optimizer in self.optimizers.items():
+            names = {parameter: name for name, parameter in self.models[key].named_parameters()}
+            groups = [[names.get(p) for p in group["params"]] for group in optimizer.param_groups]
+            trained[key] = [type(optimizer).__name__, *groups]
+        return trained
+
     # differs: other codes are refused
     def load_state(self, folder):
         """Restores state and optimizers; load_models() took the weights from the same folder."""
         saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
+        if saved.get("trained") != self.trained_names():
+            raise UserError("it trained other parameters, in another order, or by another optimizer")
         for name, optimizer in self.optimizers.items():
             state = saved["optimizers"][name]["state"]  # not its rates: the constants of now decide
             optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
         if saved["state"]["catalogue"] != self.state.catalogue:
             raise UserError(f"INDEX_FILE = {INDEX_FILE!r} has other codes than the run")
-        vars(self.state).update(saved["state"])
+        for name, value in saved["state"].items():
+            tensor = getattr(self.state, name, None)
+            if torch.is_tensor(tensor):
+                tensor.detach().copy_(value)  # in place: an optimizer may train it
+            else:
+                setattr(self.state, name, value)
 
 
 # ================================================================ models
@@ -743,6 +768,9 @@ def load_model(auto_class, path):
     missing = info["missing_keys"] | {key[0] for key in info["mismatched_keys"]}
     if missing:
         raise UserError(f"the model {path} lacks the weights {', '.join(sorted(missing))}")
+    if getattr(model, "peft_config", None):  # all weights would be trained, and the adapter alone saved
+        base = next(iter(model.peft_config.values())).base_model_name_or_path
+        raise UserError(f"{path} is an adapter of {base}: merge it, or name the run's best/policy")
     for parameter in model.parameters():
         # Weights that are mapped from a file may be unaligned, which changes a product's last bit
         parameter.data = parameter.data.clone()
@@ -1114,6 +1142,9 @@ class Run:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.lock = filelock.FileLock(f"{self.folder}.lock", is_singleton=True)
+        self.facts = {"file": __file__, "program": os.path.abspath(sys.argv[0]), "torch": torch.__version__}
+        paths = {os.path.realpath(path) for path in (__file__, sys.argv[0], rewards.__file__)}
+        self.facts["text"] = digest(sorted(Path(path).read_bytes() for path in paths if Path(path).is_file()))
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.lock.acquire(timeout=0)  # fails if another run writes into OUTPUT_DIR
         self.checkpoint = choose_checkpoint(self.folder, resume)
@@ -1126,9 +1157,15 @@ class Run:
         print("\nStopping after this step, then saving; again stops at once", flush=True)
 
     # differs: one process
-    def open(self, state):
-        """Opens the logs and catches signals. A run that continues cuts the logs back to its checkpoint."""
-        self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    def open(self, state, is_complete):
+        """Opens the logs and catches signals. A run that continues cuts the logs back to its checkpoint; if
+        no step is left, it is complete."""
+        self.outcome = "Nothing was left to do: complete" if is_complete else "Done"
+        self.handlers = {}
+        with suppress(ValueError):  # only the main thread gets signals
+            self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        self.lock.acquire(timeout=0)  # a second train() has to take it again
+        self.compare(state, is_complete)
         now = f"{datetime.now():%Y%m%d_%H%M%S_%f}"
         self.move_old_files(state, Path(f"{self.folder}_old_{now}"))
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -1137,15 +1174,36 @@ class Run:
             file = open(self.folder / "logs" / name, "a", buffering=1)
             file.truncate(min(file.tell(), state.log_sizes.get(name, 0)))
             self.logs[name] = file
-        facts = {"file": __file__, "torch": torch.__version__}
         config = self.folder / "training_config.json"
-        config.with_suffix(".tmp").write_text(json.dumps(facts | {"constants": constants()}, indent=1))
+        config.with_suffix(".tmp").write_text(json.dumps(self.facts | {"constants": constants()}, indent=1))
         config.with_suffix(".tmp").rename(config)
         if USE_WANDB:
             import wandb  # slow
 
             self.wandb = wandb.init(dir=self.folder, config=constants(), id=state.wandb_id, resume="allow")
             state.wandb_id = self.wandb.id
+
+    def compare(self, state, is_complete):
+        """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights are
+        those of the checkpoint. Refuses a complete run that would end as if it had trained what changed."""
+        path = Path(self.checkpoint or "").parent / "training_config.json"
+        if not self.checkpoint or not path.exists():
+            return
+        earlier = json.loads(path.read_text())
+        changes = [(k, x) for k, x in constants().items() if earlier["constants"].get(k, x) != x]
+        changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR")]
+        print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
+        for name, what in {"text": "file", "data": "data"}.items():
+            if earlier.get(name) != self.facts.get(name):
+                changes.append(f"the {what} changed since step {state.step}")
+                print(changes[-1], flush=True)
+        hint = "RESUME=no or another OUTPUT_DIR begins another run"
+        for name in ("ACTOR_MODEL", "CRITIC_MODEL", "BASE_MODEL"):
+            model = earlier["constants"].get(name)
+            if model != constants().get(name):
+                raise UserError(f"the weights of {self.checkpoint} are of {name}={model}: {hint}")
+        if is_complete and changes:
+            raise UserError(f"complete at step {state.step}, but {'; '.join(changes)}: {hint}")
 
     # differs: files of the test
     def move_old_files(self, state, target):
@@ -1156,9 +1214,6 @@ class Run:
         stale = list_checkpoints(self.folder)
         if self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve():
             stale = [path for path in stale if int(path.name[5:]) > state.step]
-            earlier = json.loads(config.read_text())["constants"]
-            changes = [f"{k}={x!r}" for k, x in constants().items() if earlier.get(k, x) != x]
-            print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
         else:
             state.log_sizes = {}
             names = "training_config.json eval_test.json sft/policy"
@@ -1175,7 +1230,7 @@ class Run:
 
     # differs: one process
     def close(self, state):
-        self.log(f"{'Stopped' if self.signal else 'Done'} at step {state.step}")
+        self.log(f"{'Stopped' if self.signal else self.outcome} at step {state.step}")
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if self.wandb:
@@ -1213,6 +1268,8 @@ def choose_checkpoint(folder, resume):
         checkpoints = list_checkpoints(resume) or [Path(resume)]
         if not (checkpoints[-1] / "training_state.pt").exists():
             raise UserError(f"RESUME = {resume!r} is not ask, yes, no, or the folder of a checkpoint or run")
+    if resume == "yes" and not checkpoints:
+        print(f"RESUME=yes: {folder} has no checkpoint, the run begins afresh", flush=True)
     if resume == "no" or not checkpoints:
         return None
     print(f"Found checkpoint: {checkpoints[-1]}", flush=True)
@@ -1220,6 +1277,14 @@ def choose_checkpoint(folder, resume):
     if asks and not input("Resume training from it? (y/n): ").lower().startswith("y"):
         return None
     return checkpoints[-1]
+
+
+def digest(items):
+    """Returns their number and the beginning of a hash of them, as a text."""
+    total = hashlib.sha256()
+    for item in items:
+        total.update(repr(item).encode())
+    return f"{len(items)} {total.hexdigest()[:12]}"
 
 
 @contextmanager
@@ -1281,22 +1346,34 @@ def first_line(error):
 def constants():
     """Returns every constant of this file by name, as JSON has it."""
     values = {name: x for name, x in globals().items() if name.isupper() and name not in ("ROOT", "PANELS")}
-    return json.loads(json.dumps(values, default=lambda x: getattr(x, "__name__", str(x))))
+    text = json.dumps(values, default=lambda x: getattr(x, "__name__", str(x)))
+    return json.loads(text.replace(json.dumps(str(ROOT))[1:-1], "{ROOT}"))  # the repository may be moved
+
+
+def read_constants(path):
+    """Yields KEY=VALUE of each line of a file, without comments. A text may stand in quotes."""
+    for line in Path(path).read_text(encoding="utf-8-sig").splitlines():
+        key, _, text = line.partition("=")
+        quoted = re.fullmatch(r"""(["'])(.*?)\1\s*(#.*)?""", text.strip())
+        text = quoted[2] if quoted else text.partition(" #")[0].strip()
+        if line.strip() and not line.strip().startswith("#"):
+            yield f"{key.strip()}={text}"
 
 
 def apply_overrides(arguments):
     """Sets constants from KEY=VALUE arguments, or @FILE with one on each line, in the constants' types."""
     for argument in arguments:
         if argument.startswith("@"):
-            lines = [line.strip() for line in Path(argument[1:]).read_text().splitlines()]
-            apply_overrides(line for line in lines if line and not line.startswith("#"))
+            apply_overrides(read_constants(argument[1:]))
             continue
         key, _, text = argument.partition("=")
         if key not in constants():
-            near = difflib.get_close_matches(key.upper(), constants(), 1, 0.0)[0]
-            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file, such as {near}")
+            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of {Path(__file__).name}: see -h")
         wanted = __annotations__.get(key, type(globals()[key]))  # a type such as int, or int | None
-        value = os.path.expanduser(text).replace("\\n", "\n")
+        value = os.path.expanduser(text).replace("{file}", Path(sys.argv[0]).stem)
+        # \n is a line break, but in \\n and in LaTeX's \neq, \nu and the like
+        latex = r"(?:eq?|u|abla|ot(?:in)?|eg|mid|cong|leq|geq|less|exists|atural|orm)(?![a-z])"
+        value = re.sub(rf"(?<!\\)\\n(?!{latex})", "\n", value).replace(r"\\n", r"\n")
         if not isinstance(value, wanted) or text == "None":
             with suppress(ValueError, SyntaxError):
                 value = ast.literal_eval(text)
@@ -1307,8 +1384,20 @@ def apply_overrides(arguments):
         globals()[key] = value
 
 
+def check_numbers(counts):
+    """Refuses numbers below 0, or below 1 if `counts` has their names, NaN, and numbers beyond 2**63."""
+    for name, value in constants().items():
+        lowest = int(name in counts.split())
+        if type(value) in (int, float) and name != "REWARD_MODEL_WEIGHT" and not lowest <= value < 2**63:
+            raise UserError(f"{name} = {value!r} is not a number from {lowest} to 2**63")
+
+
 def check_constants():
     """Refuses values that would fail silently or late."""
+    check_numbers(
+        "MAX_HISTORY MAX_EVAL_ROWS SFT_EPOCHS SFT_BATCH_SIZE BATCH_SIZE MICRO_BATCH_ROWS GROUP_EPOCHS "
+        "MINI_BATCHES KEEP_LAST_N_CHECKPOINTS PRINT_EVERY_N_STEPS"
+    )
     rules = {
         "DTYPE is float32 or bfloat16": DTYPE in ("float32", "bfloat16"),
         "CANDIDATES is beam or sample": CANDIDATES in ("beam", "sample"),

@@ -28,14 +28,16 @@ the loss       policy_loss, value_loss, optimizer_step   the data       TRAIN_DA
 the advantage  gae, compute_advantages                   a metric       ppo_stats, record, evaluate
 the reward     REWARD_FUNCTIONS, compute_rewards         a plot         PANELS, draw_grid
 sampling       sampling_logprobs, generate               tools, turns   respond
+the end        is_over
 """
 
 import ast
 import csv
-import difflib
+import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -46,6 +48,7 @@ from copy import deepcopy
 from datetime import datetime, timedelta
 from itertools import chain
 from pathlib import Path
+from pickle import UnpicklingError
 from types import SimpleNamespace
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
@@ -65,9 +68,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 rank, world_size, gpu = 0, 1, 0  # of this process under torchrun; rank 0 alone asks, writes and prints
 if dist.is_torchelastic_launched():
     rank, world_size, gpu = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir())
+ROOT = next((folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir()), None)
+if ROOT is None:
+    sys.exit(f"{__file__}: copy the folder rewards/ of the repository beside this file, or above it")
 sys.path.insert(0, str(ROOT))
-from rewards import UserError, call_reward, find_function
+import rewards
+from rewards import UserError, call_reward, find_function, find_functions
 
 # ================================================================ constants
 
@@ -91,7 +97,7 @@ TRAIN_DATASETS = [
 EVAL_DATASETS = [{**TRAIN_DATASETS[0], "path": f"{ROOT}/data/tiny/test.jsonl"}]
 PROMPT_TEMPLATE = "{input}"  # the question; the tokenizer's chat template, if it has one, wraps it
 SYSTEM_PROMPT: str | None = None  # put before prompts that have none; needs a chat template
-MAX_EVAL_PROMPTS: int | None = 200  # the first ones; None: all
+MAX_EVAL_PROMPTS: int | None = 200  # the first ones of each data set; None: all
 
 # Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. A function is a name in
 # rewards/, or one that you define above this: f(prompts, responses, answers) returns one number per response.
@@ -147,7 +153,7 @@ EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the ru
 EARLY_STOPPING_THRESHOLD = 0.0  # a smaller gain does not count for EARLY_STOPPING_PATIENCE
 LOG_SAMPLES = 4  # responses per step written to samples.jsonl
 RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or a run
-OUTPUT_DIR = f"{ROOT}/checkpoints/ppo"
+OUTPUT_DIR = f"{ROOT}/checkpoints/{Path(__file__).stem}"
 SEED = 1
 USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, WANDB_MODE
 
@@ -157,7 +163,8 @@ USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, 
 def sampling_logprobs(logits):
     """Returns log-probabilities (..., vocabulary) of the distribution that is sampled and trained: rollout
     and update both call this, so all ratios are 1 before the first update. Edit it for top-p, for example:
-    give tokens to exclude -1e30 (-inf would make NaN), and normalise the others again."""
+    give tokens to exclude -1e30 (-inf would make NaN), and normalise the others again. A term of yours in
+    log-ratios then has to clamp them, as the metrics do: the update may exclude what was sampled."""
     return (logits.float() / TEMPERATURE).log_softmax(-1)
 
 
@@ -265,15 +272,29 @@ class PPOTrainer:
             self.load_models(self.run.checkpoint)
             if self.run.checkpoint:
                 self.load_state(self.run.checkpoint)
-        except Exception as error:  # the libraries raise many types
+        except (OSError, ValueError, RuntimeError, LookupError, EOFError, UnpicklingError) as error:
             names = f"a model of the constants or RESUME={self.run.checkpoint or RESUME} cannot be loaded"
             raise UserError(f"{names} ({type(error).__name__}: {first_line(error)})") from error
-        self.reward_functions = [(find_function(function), weight) for function, weight in REWARD_FUNCTIONS]
+        if not KL_TARGET:
+            self.state.kl_coef = KL_COEF  # a checkpoint may have another
+        self.reward_functions = find_functions(REWARD_FUNCTIONS)  # [(name, function, weight)]
         self.accuracy_function = find_function(ACCURACY_FUNCTION)
         self.reward_parts = {}  # {name: (rows,)}, filled by compute_rewards() and logged
         self.train_rows = load_rows(TRAIN_DATASETS, self.tokenizer)
-        self.eval_rows = load_rows(EVAL_DATASETS, self.tokenizer)[:MAX_EVAL_PROMPTS]
-        check_ids(self.actor, chain(self.end_ids, *column(self.train_rows + self.eval_rows, "ids")))
+        self.eval_rows = []
+        for spec in EVAL_DATASETS:
+            self.eval_rows += load_rows([spec], self.tokenizer)[:MAX_EVAL_PROMPTS]
+        self.run.facts["data"] = digest(self.train_rows)
+        rows = self.train_rows + self.eval_rows
+        complete_columns(rows)
+        check_answers(self.reward_functions, rows)
+        tokenizers = {ACTOR_MODEL: self.tokenizer}
+        if REWARD_MODEL:
+            tokenizers[REWARD_MODEL] = self.reward_tokenizer
+        warn_of_data(self.train_rows, self.eval_rows, tokenizers)
+        longest = max(map(len, column(rows, "ids")))
+        check_limits(self.critic, [], longest + MAX_NEW_TOKENS)
+        check_limits(self.actor, chain(self.end_ids, *column(rows, "ids")), longest + MAX_NEW_TOKENS)
         self.steps_per_epoch = math.ceil(len(self.train_rows) / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
         steps = NUM_EPOCHS * self.steps_per_epoch
         self.total_steps = steps if MAX_STEPS is None else min(steps, MAX_STEPS)
@@ -307,7 +328,7 @@ class PPOTrainer:
     def train(self):
         """Trains until the last step, a signal, or patience ends it. Returns the last evaluation."""
         state = self.state
-        self.run.open(state)  # opens the logs and catches signals
+        self.run.open(state, self.is_over())  # opens the logs and catches signals
         self.run.log(f"{len(self.train_rows)} prompts and {len(self.eval_rows)} held out, on {self.device}")
         if not state.evaluation:
             self.log_evaluation(self.evaluate())
@@ -380,6 +401,10 @@ class PPOTrainer:
             batch.ids[part], batch.logprobs[part], batch.entropies[part] = sampled
         is_end = torch.isin(batch.ids, torch.tensor(self.end_ids)).long()
         batch.mask = (is_end.cumsum(1) - is_end == 0).float()  # up to the first end, which is included
+        if not batch.logprobs.isfinite().all():
+            raise UserError(
+                "the policy's probabilities are not finite: lower LEARNING_RATE, RESUME an earlier step"
+            )
         batch.logprobs *= batch.mask
         batch.entropies *= batch.mask
         batch.truncated = (is_end * batch.mask).sum(1) == 0
@@ -391,7 +416,8 @@ class PPOTrainer:
 
     @torch.no_grad()
     def score(self, batch):
-        """Adds the scores of the responses, and of their tokens values and reference log-probabilities."""
+        """Adds the scores of the responses, and of their tokens values and reference log-probabilities. The
+        rows are whole groups of GROUP_SIZE."""
         self.score_responses(batch)
         batch.values = in_micro_batches(self.critic, batch, token_values)
         batch.ref_logprobs = batch.logprobs
@@ -405,8 +431,8 @@ class PPOTrainer:
         """Adds the scores of the responses, (rows,), and parts: the scores and what they consist of."""
         self.reward_parts = {}
         prompts, texts, answers, columns = reward_arguments(batch)
-        batch.scores = self.compute_rewards(prompts, texts, answers, **columns)
-        batch.scores -= MISSING_EOS_PENALTY * batch.truncated
+        scores = self.compute_rewards(prompts, texts, answers, **columns)
+        batch.scores = torch.as_tensor(scores).float() - MISSING_EOS_PENALTY * batch.truncated
         batch.parts = torch.stack([batch.scores, *map(torch.as_tensor, self.reward_parts.values())], 1)
 
     def compute_rewards(self, prompts, responses, answers, **columns):
@@ -416,9 +442,9 @@ class PPOTrainer:
         if REWARD_MODEL:
             self.reward_parts["reward_model"] = self.reward_model_score(prompts, responses)
             total += REWARD_MODEL_WEIGHT * self.reward_parts["reward_model"]
-        for function, weight in self.reward_functions:
+        for name, function, weight in self.reward_functions:
             values = torch.tensor(call_reward(function, prompts, responses, answers, columns))
-            self.reward_parts[getattr(function, "__name__", type(function).__name__)] = values
+            self.reward_parts[name] = values
             total += weight * values
         return total
 
@@ -433,7 +459,7 @@ class PPOTrainer:
             pairs = list(zip(prompts, responses))[first : first + size]
             if hasattr(model, "score"):
                 ids, mask = pad_left([encode(self.reward_tokenizer, *pair) for pair in pairs], self.device)
-                check_ids(model, ids.flatten().tolist())
+                check_limits(model, ids.flatten().tolist(), ids.shape[1])
                 logits = logits_of(model, ids, mask, 1)[:, 0]
             else:
                 inputs = self.reward_tokenizer(pairs, padding=True, truncation=True, return_tensors="pt")
@@ -453,10 +479,8 @@ class PPOTrainer:
     def update(self, batch):
         """Makes GROUP_EPOCHS passes of MINI_BATCHES optimizer steps. Returns the means of their metrics."""
         scale = learning_rate_scale(self.state.step - 1, self.total_steps, self.state.halvings)
-        for group in self.optimizers["policy"].param_groups:
-            group["lr"] = LEARNING_RATE * scale
-        for group in self.optimizers["critic"].param_groups:
-            group["lr"] = CRITIC_LEARNING_RATE * scale
+        set_learning_rate(self.optimizers["policy"], scale)
+        set_learning_rate(self.optimizers["critic"], scale)
         steps = []
         groups = torch.arange(len(batch.rows)).view(-1, GROUP_SIZE)
         started = time.perf_counter()
@@ -473,7 +497,11 @@ class PPOTrainer:
         metrics |= {"rollout_mismatch": mismatch, "learning_rate": LEARNING_RATE * scale}
         metrics["entropy"] = (batch.entropies.sum() / batch.mask.sum()).item()  # of the policy that sampled
         # kl: of that policy to the reference. approx_kl: of that policy to the updated one
-        metrics["kl"] = masked_mean(batch.logprobs - batch.ref_logprobs, batch.mask).item()
+        if KL_COEF > 0:
+            log_ratio = (batch.logprobs - batch.ref_logprobs).clamp(
+                -20, 20
+            )  # top-p may exclude a token of one
+            metrics["kl"] = masked_mean(log_ratio, batch.mask).item()
         return metrics
 
     def optimizer_step(self, batch, rows):
@@ -527,7 +555,8 @@ class PPOTrainer:
             metrics["accuracy_greedy"] = self.correct(self.respond(share(rows), None)).mean().item()
             metrics["accuracy_sampled"] = correct.mean().item()
             metrics[f"pass@{EVAL_SAMPLES}"] = correct.amax(1).mean().item()
-        self.score_responses(sampled)
+        if prompts is None or None not in answers:  # rewards need answers
+            self.score_responses(sampled)
         return metrics | self.response_metrics(join(all_gather(sampled)))
 
     def correct(self, batch):
@@ -570,8 +599,10 @@ class PPOTrainer:
 
     def response_metrics(self, batch):
         """Returns means over responses."""
-        names = ["reward", *(f"reward/{name}" for name in self.reward_parts)]
-        metrics = dict(zip(names, batch.parts.mean(0).tolist()))
+        metrics = {}
+        if hasattr(batch, "parts"):  # it was scored
+            names = ["reward", *(f"reward/{name}" for name in self.reward_parts)]
+            metrics = dict(zip(names, batch.parts.mean(0).tolist()))
         metrics["response_length"] = batch.mask.sum(1).mean().item()
         metrics["truncated_fraction"] = batch.truncated.float().mean().item()
         return metrics
@@ -617,22 +648,36 @@ class PPOTrainer:
                 model.save_pretrained(tmp / name)
             self.tokenizer.save_pretrained(tmp / "policy")
             optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
-            torch.save({"state": vars(self.state), "optimizers": optimizers}, tmp / "training_state.pt")
+            saved = {"state": vars(self.state), "optimizers": optimizers, "trained": self.trained_names()}
+            torch.save(saved, tmp / "training_state.pt")
         for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
         draw_grid(self.run.folder, "training_metrics_detailed.png")
         draw_grid(self.run.folder, f"{Path(__file__).stem}_metrics_with_entropy.png", PANELS)
 
-    # differs: the other trainers have no KL coefficient to restore
+    def trained_names(self):
+        """Returns what the optimizers' states belong to: their classes and the parameters of each group."""
+        trained = {}
+        for key, optimizer in self.optimizers.items():
+            names = {parameter: name for name, parameter in self.models[key].named_parameters()}
+            groups = [[names.get(p) for p in group["params"]] for group in optimizer.param_groups]
+            trained[key] = [type(optimizer).__name__, *groups]
+        return trained
+
     def load_state(self, folder):
         """Restores state and optimizers; load_models() took the weights from the same folder."""
         saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
+        if saved.get("trained") != self.trained_names():
+            raise UserError("it trained other parameters, in another order, or by another optimizer")
         for name, optimizer in self.optimizers.items():
             state = saved["optimizers"][name]["state"]  # not its rates: the constants of now decide
             optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-        vars(self.state).update(saved["state"])
-        if not KL_TARGET:
-            self.state.kl_coef = KL_COEF
+        for name, value in saved["state"].items():
+            tensor = getattr(self.state, name, None)
+            if torch.is_tensor(tensor):
+                tensor.detach().copy_(value)  # in place: an optimizer may train it
+            else:
+                setattr(self.state, name, value)
 
 
 # ================================================================ models
@@ -652,6 +697,9 @@ def load_model(auto_class, path, is_critic=False):
         torch.nn.init.zeros_(model.score.weight)
     if missing:
         raise UserError(f"the model {path} lacks the weights {', '.join(sorted(missing))}")
+    if getattr(model, "peft_config", None):  # all weights would be trained, and the adapter alone saved
+        base = next(iter(model.peft_config.values())).base_model_name_or_path
+        raise UserError(f"{path} is an adapter of {base}: merge it, or name the run's best/policy")
     for parameter in model.parameters():
         # Weights that are mapped from a file may be unaligned, which changes a product's last bit
         parameter.data = parameter.data.clone()
@@ -689,6 +737,12 @@ def make_optimizer(model, learning_rate):
     return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
 
 
+def set_learning_rate(optimizer, scale):
+    """Sets the learning rate of each parameter group to `scale` times the one that it was made with."""
+    for group in optimizer.param_groups:
+        group["lr"] = scale * group.setdefault("initial_lr", group["lr"])
+
+
 def clip_and_step(optimizers, sums, run):
     """Adds up gradients over processes, steps if all is finite. sums: this process's metrics, 0-d tensors."""
     norms = {}
@@ -714,11 +768,17 @@ def clip_and_step(optimizers, sums, run):
     return metrics
 
 
-def check_ids(model, ids):
-    """Refuses token ids that the model has no embedding for: on a GPU they would end the process."""
+def check_limits(model, ids, length):
+    """Refuses token ids that the model has no embedding for, and texts longer than its positions: on a GPU
+    they would end the process."""
     count = model.get_input_embeddings().num_embeddings
     if max(ids, default=0) >= count:
         raise UserError(f"{model.name_or_path} has {count} embeddings: too few for its tokenizer's ids")
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    limit = getattr(config, "max_position_embeddings", None) or math.inf
+    if length > limit * (rope.get("factor") or 1):
+        raise UserError(f"{model.name_or_path} has {limit} positions, the longest text has {length} tokens")
 
 
 def find_end_ids(model, tokenizer):
@@ -726,8 +786,8 @@ def find_end_ids(model, tokenizer):
     template ends a turn, the tokenizer's EOS, and those of the generation config."""
     ends = [tokenizer.eos_token_id, *np.atleast_1d(model.generation_config.eos_token_id).tolist()]
     if tokenizer.chat_template:
-        messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "RESPONSE"}]
-        tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("RESPONSE")[2].strip()
+        messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "xyzzy"}]
+        tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("xyzzy")[2].strip()
         end_of_turn = tokenizer(tail, add_special_tokens=False)["input_ids"][:1]
         ends = [id for id in end_of_turn if id in tokenizer.added_tokens_decoder] + ends
     ends = [id for id in dict.fromkeys(ends) if id is not None]
@@ -810,7 +870,8 @@ def sample_tokens(probabilities, uniform):
     """Returns one id per row, (rows,), where the cumulative distribution passes uniform (rows,) in [0, 1)."""
     cumulative = probabilities.double().cumsum(-1)
     target = uniform.double().unsqueeze(1) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    # NaN would give an id beyond the vocabulary
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=probabilities.shape[1] - 1)
 
 
 @torch.no_grad()
@@ -931,6 +992,9 @@ def load_rows(specs, tokenizer):
     for position, spec in enumerate(specs, 1):
         where = f"the data set {spec}"
         try:
+            of_hub = {"name", "split"} if spec.get("type") == "hub" else set()
+            if not {"path", "type", "input"} <= spec.keys() <= {"path", "type", "input", "output"} | of_hub:
+                raise ValueError("the keys are path, type, input, output, and for hub also name, split")
             for number, record in enumerate(read_records(spec), 1):
                 where = f"{position}/{Path(spec['path']).name}:{number}"
                 if None in record or not {spec["input"], spec.get("output", spec["input"])} <= record.keys():
@@ -951,6 +1015,7 @@ def load_rows(specs, tokenizer):
 def read_records(spec):
     """Yields the records of a data set, dicts by column. Texts stay as the file has them."""
     path, file_type = spec["path"], spec["type"]
+    csv.field_size_limit(2**31 - 1)  # documents are longer than the default, 131,072
     if file_type == "jsonl":
         text = Path(path).read_text(encoding="utf-8-sig")
         if text.lstrip().startswith("["):  # an array of records
@@ -972,27 +1037,52 @@ def read_records(spec):
 
 def make_row(tokenizer, prompt, answer=None, row_id="the prompt", columns=None):
     """Returns a row: id, prompt (text or chat), answer (text, texts or None), the data's columns, ids."""
-    if isinstance(answer, dict):
-        raise ValueError(f"the answer {answer} is a record: name a column of texts or numbers")
-    if answer is not None:
-        answer = [str(x) for x in answer if x is not None] if isinstance(answer, list) else str(answer)
+    golds = answer if isinstance(answer, list) else [answer]
+    if any(isinstance(gold, (dict, list)) for gold in golds):
+        raise ValueError(f"the answer {answer} is no text, number or list of them")
+    golds = [str(x) for x in golds if x is not None and x == x and str(x).strip()]  # NaN is not itself
+    if not isinstance(answer, list):
+        golds = golds[0] if golds else None
     ids = encode(tokenizer, prompt)
-    return {"id": row_id, "prompt": prompt, "answer": answer, "columns": columns or {}, "ids": ids}
+    return {"id": row_id, "prompt": prompt, "answer": golds or None, "columns": columns or {}, "ids": ids}
+
+
+def read_message(message):
+    """Returns a message of a chat, whose content is a text. Refuses what a chat template would misread."""
+    known = ["role", "content", "name", "tool_calls", "tool_call_id"]
+    message = {key: x for key, x in message.items() if x is not None}  # parquet and json fill absent keys
+    message.setdefault("content", "" if "tool_calls" in message else None)
+    if isinstance(message["content"], list):  # parts {"type": "text", "text": ...}
+        texts = [part.get("text") for part in message["content"] if set(part) == {"type", "text"}]
+        message["content"] = "".join(texts) if len(texts) == len(message["content"]) else None
+    if not isinstance(message["content"], str) or not set(message) <= set(known):
+        raise ValueError(f"a message has {', '.join(known)}, and its content is a text: {message!r:.200}")
+    if message.get("role") not in ("system", "developer", "user", "assistant", "tool"):
+        raise ValueError(f"a message has an unknown role: {message!r:.200}")
+    return message
 
 
 def encode(tokenizer, prompt, response=None):
     """Returns the ids of a prompt, a text or a chat, with its response if given, in the chat template."""
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) and prompt.strip():
         messages = [{"role": "user", "content": PROMPT_TEMPLATE.replace("{input}", prompt)}]
-    else:  # parquet and json fill absent keys with None
-        messages = [{key: x for key, x in message.items() if x is not None} for message in prompt]
+    elif isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt):
+        messages = list(map(read_message, prompt))
+    else:
+        raise ValueError(f"a prompt is a text or a list of messages, not {prompt!r:.80}")
+    if messages[-1]["role"] == "assistant":
+        raise ValueError("a prompt ends before the assistant's message, which the policy writes")
     if SYSTEM_PROMPT is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": SYSTEM_PROMPT})
     if tokenizer.chat_template:
         if response is not None:
             messages.append({"role": "assistant", "content": response})
-        options = {"add_generation_prompt": response is None, "return_dict": True}
-        return tokenizer.apply_chat_template(messages, **options)["input_ids"]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=response is None, tokenize=False)
+        text.encode()  # fails for half an emoji
+        for message in messages:
+            if message["role"] in ("system", "user") and message["content"].strip() not in text:
+                raise ValueError(f"the chat template does not show the {message['role']}'s message")
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
     if not isinstance(prompt, str) or len(messages) > 1:
         raise UserError("chats and SYSTEM_PROMPT need a tokenizer with a chat template")
     text = messages[0]["content"]
@@ -1004,6 +1094,35 @@ def encode(tokenizer, prompt, response=None):
     if not ids:
         raise ValueError("a prompt without a token")
     return ids
+
+
+def complete_columns(rows):
+    """Gives all rows the same columns, None where a data set has none: any step may draw them."""
+    names = dict.fromkeys(chain(*column(rows, "columns")))
+    for row in rows:
+        row["columns"] = {**names, **row["columns"]}
+
+
+def check_answers(functions, rows):
+    """Refuses a row without an answer if a function of rewards/ needs one, before a step draws it."""
+    row = next((row for row in rows if row["answer"] is None), None)
+    for _, function, _ in functions:
+        if row and getattr(function, "__module__", "") == "rewards":
+            call_reward(function, [row["id"]], [""], [None], {"response_ids": [[]]})
+
+
+def warn_of_data(train_rows, eval_rows, tokenizers):
+    """Prints what may be a mistake. tokenizers: {model: its tokenizer}."""
+    trained = set(map(tuple, column(train_rows, "ids")))
+    num_trained = sum(tuple(row["ids"]) in trained for row in eval_rows)
+    if num_trained and rank == 0:
+        print(f"WARNING: {num_trained} of {len(eval_rows)} held-out prompts are also trained")
+    texts = list(map(str, column(train_rows[:100], "prompt")))
+    for name, tokenizer in tokenizers.items():
+        ids = list(chain(*tokenizer(texts)["input_ids"]))
+        unknown = ids.count(tokenizer.unk_token_id) / len(ids)
+        if unknown > 0.1 and rank == 0:
+            print(f"WARNING: {unknown:.0%} of the prompts' tokens are unknown to the tokenizer of {name}")
 
 
 def column(rows, field):
@@ -1021,7 +1140,8 @@ def join(batches):
 
 def reward_arguments(batch):
     """Returns what reward functions take: prompts, responses, answers, and the data's columns by name."""
-    names = {name for row in batch.rows for name in row["columns"]} - {"prompts", "responses", "answers"}
+    names = {name for row in batch.rows for name in row["columns"]}
+    names -= {"self", "prompts", "responses", "answers"}
     columns = {name: [row["columns"].get(name) for row in batch.rows] for name in names}
     columns["response_ids"] = batch.response_ids
     return column(batch.rows, "prompt"), batch.texts, column(batch.rows, "answer"), columns
@@ -1076,6 +1196,10 @@ class Run:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.lock = filelock.FileLock(f"{self.folder}.lock", is_singleton=True)
+        self.facts = {"file": __file__, "program": os.path.abspath(sys.argv[0]), "torch": torch.__version__}
+        paths = {os.path.realpath(path) for path in (__file__, sys.argv[0], rewards.__file__)}
+        self.facts["text"] = digest(sorted(Path(path).read_bytes() for path in paths if Path(path).is_file()))
+        self.facts["processes"] = world_size
         checkpoint = None
         if rank == 0:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -1090,11 +1214,17 @@ class Run:
         signal.signal(number, signal.SIG_DFL)
         print("\nStopping after this step, then saving; again stops at once", flush=True)
 
-    def open(self, state):
-        """Opens the logs and catches signals. A run that continues cuts the logs back to its checkpoint."""
-        self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    def open(self, state, is_complete):
+        """Opens the logs and catches signals. A run that continues cuts the logs back to its checkpoint; if
+        no step is left, it is complete."""
+        self.outcome = "Nothing was left to do: complete" if is_complete else "Done"
+        self.handlers = {}
+        with suppress(ValueError):  # only the main thread gets signals
+            self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         if rank > 0:
             return
+        self.lock.acquire(timeout=0)  # a second train() has to take it again
+        self.compare(state, is_complete)
         now = f"{datetime.now():%Y%m%d_%H%M%S_%f}"
         self.move_old_files(state, Path(f"{self.folder}_old_{now}"))
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -1103,15 +1233,36 @@ class Run:
             file = open(self.folder / "logs" / name, "a", buffering=1)
             file.truncate(min(file.tell(), state.log_sizes.get(name, 0)))
             self.logs[name] = file
-        facts = {"file": __file__, "processes": world_size, "torch": torch.__version__}
         config = self.folder / "training_config.json"
-        config.with_suffix(".tmp").write_text(json.dumps(facts | {"constants": constants()}, indent=1))
+        config.with_suffix(".tmp").write_text(json.dumps(self.facts | {"constants": constants()}, indent=1))
         config.with_suffix(".tmp").rename(config)
         if USE_WANDB:
             import wandb  # slow
 
             self.wandb = wandb.init(dir=self.folder, config=constants(), id=state.wandb_id, resume="allow")
             state.wandb_id = self.wandb.id
+
+    def compare(self, state, is_complete):
+        """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights are
+        those of the checkpoint. Refuses a complete run that would end as if it had trained what changed."""
+        path = Path(self.checkpoint or "").parent / "training_config.json"
+        if not self.checkpoint or not path.exists():
+            return
+        earlier = json.loads(path.read_text())
+        changes = [(k, x) for k, x in constants().items() if earlier["constants"].get(k, x) != x]
+        changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR")]
+        print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
+        for name, what in {"text": "file", "data": "data"}.items():
+            if earlier.get(name) != self.facts.get(name):
+                changes.append(f"the {what} changed since step {state.step}")
+                print(changes[-1], flush=True)
+        hint = "RESUME=no or another OUTPUT_DIR begins another run"
+        for name in ("ACTOR_MODEL", "CRITIC_MODEL", "BASE_MODEL"):
+            model = earlier["constants"].get(name)
+            if model != constants().get(name):
+                raise UserError(f"the weights of {self.checkpoint} are of {name}={model}: {hint}")
+        if is_complete and changes:
+            raise UserError(f"complete at step {state.step}, but {'; '.join(changes)}: {hint}")
 
     def move_old_files(self, state, target):
         """Moves what is later than the run's checkpoint, or all of an earlier run, to the folder `target`."""
@@ -1124,9 +1275,6 @@ class Run:
         stale = list_checkpoints(self.folder)
         if is_own:
             stale = [path for path in stale if int(path.name[5:]) > state.step]
-            earlier = json.loads(config.read_text())["constants"]
-            changes = [f"{k}={x!r}" for k, x in constants().items() if earlier.get(k, x) != x]
-            print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
         else:
             for pattern in "logs/*.jsonl logs/training_*.log *_metrics_*.png training_config.json".split():
                 stale += self.folder.glob(pattern)
@@ -1141,7 +1289,7 @@ class Run:
 
     def close(self, state):
         all_gather(None)  # wait: torchrun would end processes that still write
-        self.log(f"{'Stopped' if self.signal else 'Done'} at step {state.step}")
+        self.log(f"{'Stopped' if self.signal else self.outcome} at step {state.step}")
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if self.wandb:
@@ -1178,6 +1326,8 @@ def choose_checkpoint(folder, resume):
         checkpoints = list_checkpoints(resume) or [Path(resume)]
         if not (checkpoints[-1] / "training_state.pt").exists():
             raise UserError(f"RESUME = {resume!r} is not ask, yes, no, or the folder of a checkpoint or run")
+    if resume == "yes" and not checkpoints:
+        print(f"RESUME=yes: {folder} has no checkpoint, the run begins afresh", flush=True)
     if resume == "no" or not checkpoints:
         return None
     print(f"Found checkpoint: {checkpoints[-1]}", flush=True)
@@ -1185,6 +1335,14 @@ def choose_checkpoint(folder, resume):
     if asks and not input("Resume training from it? (y/n): ").lower().startswith("y"):
         return None
     return checkpoints[-1]
+
+
+def digest(items):
+    """Returns their number and the beginning of a hash of them, as a text."""
+    total = hashlib.sha256()
+    for item in items:
+        total.update(repr(item).encode())
+    return f"{len(items)} {total.hexdigest()[:12]}"
 
 
 @contextmanager
@@ -1208,22 +1366,25 @@ def draw_grid(folder, path, names=None):
     records = [json.loads(line) for line in (folder / "logs/metrics.jsonl").read_text().splitlines()]
     names = [name for name in names or dict.fromkeys(chain(*records)) if name not in ("phase", "step")]
     names = [name for name in names if len({r.get(name) for r in records} - {None}) > 1]  # it varies
+    phases = ["train", *dict.fromkeys(r["phase"] for r in records if r["phase"] != "train")]
+    colors = dict(zip(phases, ("blue", "orange", "green", "red", "purple", "brown")))
     height = max(1, math.ceil(len(names) / 3))
     figure = Figure(figsize=(10, 2.3 * height + 0.5), layout="tight")
     for number, name in enumerate(names, 1):
         axis = figure.add_subplot(height, 3, number, title=name, xlabel="step")
         axis.grid(alpha=0.3)
-        for phase in dict.fromkeys(column(records, "phase")):
+        for phase, color in colors.items():
             points = [r for r in records if r["phase"] == phase and r.get(name) is not None]
             steps, values = column(points, "step"), column(points, name)
             if phase != "train":
-                axis.plot(steps, values, "o-", color="C1", markersize=4)
+                axis.plot(steps, values, "o-", color=f"tab:{color}", markersize=4)
             elif values:
                 window = max(1, len(values) // 12)
                 means = np.convolve(values, np.full(window, 1 / window), "valid")
-                axis.plot(steps, values, ".-", color="C0", alpha=0.25)
-                axis.plot(steps[window - 1 :], means, color="C0")
-    figure.suptitle("blue: training, each step and rolling mean; orange: held out", fontsize=9)
+                axis.plot(steps, values, ".-", color=f"tab:{color}", alpha=0.25)
+                axis.plot(steps[window - 1 :], means, color=f"tab:{color}")
+    legend = "; ".join(f"{color}: {phase}" for phase, color in colors.items())
+    figure.suptitle(f"{legend} (train: each step and rolling mean)", fontsize=9)
     figure.savefig(folder / path, dpi=110)
 
 
@@ -1237,22 +1398,34 @@ def first_line(error):
 def constants():
     """Returns every constant of this file by name, as JSON has it."""
     values = {name: x for name, x in globals().items() if name.isupper() and name not in ("ROOT", "PANELS")}
-    return json.loads(json.dumps(values, default=lambda x: getattr(x, "__name__", str(x))))
+    text = json.dumps(values, default=lambda x: getattr(x, "__name__", str(x)))
+    return json.loads(text.replace(json.dumps(str(ROOT))[1:-1], "{ROOT}"))  # the repository may be moved
+
+
+def read_constants(path):
+    """Yields KEY=VALUE of each line of a file, without comments. A text may stand in quotes."""
+    for line in Path(path).read_text(encoding="utf-8-sig").splitlines():
+        key, _, text = line.partition("=")
+        quoted = re.fullmatch(r"""(["'])(.*?)\1\s*(#.*)?""", text.strip())
+        text = quoted[2] if quoted else text.partition(" #")[0].strip()
+        if line.strip() and not line.strip().startswith("#"):
+            yield f"{key.strip()}={text}"
 
 
 def apply_overrides(arguments):
     """Sets constants from KEY=VALUE arguments, or @FILE with one on each line, in the constants' types."""
     for argument in arguments:
         if argument.startswith("@"):
-            lines = [line.strip() for line in Path(argument[1:]).read_text().splitlines()]
-            apply_overrides(line for line in lines if line and not line.startswith("#"))
+            apply_overrides(read_constants(argument[1:]))
             continue
         key, _, text = argument.partition("=")
         if key not in constants():
-            near = difflib.get_close_matches(key.upper(), constants(), 1, 0.0)[0]
-            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file, such as {near}")
+            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of {Path(__file__).name}: see -h")
         wanted = __annotations__.get(key, type(globals()[key]))  # a type such as int, or int | None
-        value = os.path.expanduser(text).replace("\\n", "\n")
+        value = os.path.expanduser(text).replace("{file}", Path(sys.argv[0]).stem)
+        # \n is a line break, but in \\n and in LaTeX's \neq, \nu and the like
+        latex = r"(?:eq?|u|abla|ot(?:in)?|eg|mid|cong|leq|geq|less|exists|atural|orm)(?![a-z])"
+        value = re.sub(rf"(?<!\\)\\n(?!{latex})", "\n", value).replace(r"\\n", r"\n")
         if not isinstance(value, wanted) or text == "None":
             with suppress(ValueError, SyntaxError):
                 value = ast.literal_eval(text)
@@ -1263,8 +1436,21 @@ def apply_overrides(arguments):
         globals()[key] = value
 
 
+def check_numbers(counts):
+    """Refuses numbers below 0, or below 1 if `counts` has their names, NaN, and numbers beyond 2**63."""
+    for name, value in constants().items():
+        lowest = int(name in counts.split())
+        if type(value) in (int, float) and name != "REWARD_MODEL_WEIGHT" and not lowest <= value < 2**63:
+            raise UserError(f"{name} = {value!r} is not a number from {lowest} to 2**63")
+
+
 def check_constants():
     """Refuses values that would fail silently or late."""
+    check_numbers(
+        "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MICRO_BATCH_ROWS EVAL_SAMPLES MAX_NEW_TOKENS "
+        "GROUP_EPOCHS MINI_BATCHES NUM_EPOCHS MAX_STEPS KEEP_LAST_N_CHECKPOINTS MAX_EVAL_PROMPTS "
+        "KL_HORIZON"
+    )
     rules = {
         "DTYPE is float32 or bfloat16": DTYPE in ("float32", "bfloat16"),
         "LR_SCHEDULER_TYPE: linear, cosine, plateau": LR_SCHEDULER_TYPE in ("linear", "cosine", "plateau"),

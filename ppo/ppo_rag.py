@@ -30,7 +30,6 @@ the observation  observe                            the system  Trigrams, CrossE
 
 import ast
 import csv
-import difflib
 import functools
 import hashlib
 import inspect
@@ -65,7 +64,9 @@ from sklearn.tree import DecisionTreeRegressor
 from torch.nn.functional import one_hot
 from tqdm import tqdm
 
-ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir())
+ROOT = next((folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir()), None)
+if ROOT is None:
+    sys.exit(f"{__file__}: copy the folder rewards/ of the repository beside this file, or above it")
 sys.path.insert(0, str(ROOT))
 import rewards
 from rewards import UserError
@@ -134,7 +135,7 @@ KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 10  # 0: only before the first and after the last step
 LOG_SAMPLES = 4  # episodes per update written to samples.jsonl
 RESUME = "ask"  # ask (yes without a terminal) | yes | no | path of a checkpoint or a run
-OUTPUT_DIR = f"{ROOT}/checkpoints/ppo_rag"
+OUTPUT_DIR = f"{ROOT}/checkpoints/{Path(__file__).stem}"
 SEED = 1
 USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, WANDB_MODE
 
@@ -247,6 +248,7 @@ class RAGTrainer:
         self.actions = all_actions()
         self.names = ["k={} T={} rerank={}".format(*action) for action in self.actions]
         self.questions, corpus = load_questions()
+        self.run.facts["data"] = digest(self.questions)
         self.qa = QASystem(corpus)
         self.table = answer_all(self.questions, self.qa)  # records, one for each question and action
         metrics = self.compute_rewards({name: column(self.table, name) for name in self.table[0]})
@@ -301,7 +303,7 @@ class RAGTrainer:
     def train(self):
         """Trains until the last step or a signal, then tests best/. Returns the last evaluation."""
         state = self.state
-        self.run.open(state)  # opens the logs and catches signals
+        self.run.open(state, state.step >= MAX_STEPS)  # opens the logs and catches signals
         with open(self.run.folder / "table.jsonl", "w") as file:
             for record in self.table:
                 file.write(json.dumps(record).replace('"recall": NaN', '"recall": null') + "\n")
@@ -652,6 +654,7 @@ def read_file(name, fields):
     if len(paths) != 1:
         raise UserError(f"DATASET = {DATASET!r} needs one of {name}.jsonl, {name}.csv and {name}.parquet")
     records = []
+    csv.field_size_limit(2**31 - 1)  # documents are longer than the default, 131,072
     try:
         if paths[0].suffix == ".parquet":
             records = pyarrow.parquet.read_table(paths[0]).to_pylist()
@@ -776,6 +779,9 @@ class Run:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.lock = filelock.FileLock(f"{self.folder}.lock", is_singleton=True)
+        self.facts = {"file": __file__, "program": os.path.abspath(sys.argv[0]), "torch": torch.__version__}
+        paths = {os.path.realpath(path) for path in (__file__, sys.argv[0], rewards.__file__)}
+        self.facts["text"] = digest(sorted(Path(path).read_bytes() for path in paths if Path(path).is_file()))
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.lock.acquire(timeout=0)  # fails if another run writes into OUTPUT_DIR
         self.checkpoint = choose_checkpoint(self.folder, resume)
@@ -788,9 +794,15 @@ class Run:
         print("\nStopping after this step, then saving; again stops at once", flush=True)
 
     # differs: one process
-    def open(self, state):
-        """Opens the logs and catches signals. A run that continues cuts the logs back to its checkpoint."""
-        self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    def open(self, state, is_complete):
+        """Opens the logs and catches signals. A run that continues cuts the logs back to its checkpoint; if
+        no step is left, it is complete."""
+        self.outcome = "Nothing was left to do: complete" if is_complete else "Done"
+        self.handlers = {}
+        with suppress(ValueError):  # only the main thread gets signals
+            self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        self.lock.acquire(timeout=0)  # a second train() has to take it again
+        self.compare(state, is_complete)
         now = f"{datetime.now():%Y%m%d_%H%M%S_%f}"
         self.move_old_files(state, Path(f"{self.folder}_old_{now}"))
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -799,15 +811,36 @@ class Run:
             file = open(self.folder / "logs" / name, "a", buffering=1)
             file.truncate(min(file.tell(), state.log_sizes.get(name, 0)))
             self.logs[name] = file
-        facts = {"file": __file__, "torch": torch.__version__}
         config = self.folder / "training_config.json"
-        config.with_suffix(".tmp").write_text(json.dumps(facts | {"constants": constants()}, indent=1))
+        config.with_suffix(".tmp").write_text(json.dumps(self.facts | {"constants": constants()}, indent=1))
         config.with_suffix(".tmp").rename(config)
         if USE_WANDB:
             import wandb  # slow
 
             self.wandb = wandb.init(dir=self.folder, config=constants(), id=state.wandb_id, resume="allow")
             state.wandb_id = self.wandb.id
+
+    def compare(self, state, is_complete):
+        """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights are
+        those of the checkpoint. Refuses a complete run that would end as if it had trained what changed."""
+        path = Path(self.checkpoint or "").parent / "training_config.json"
+        if not self.checkpoint or not path.exists():
+            return
+        earlier = json.loads(path.read_text())
+        changes = [(k, x) for k, x in constants().items() if earlier["constants"].get(k, x) != x]
+        changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR")]
+        print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
+        for name, what in {"text": "file", "data": "data"}.items():
+            if earlier.get(name) != self.facts.get(name):
+                changes.append(f"the {what} changed since step {state.step}")
+                print(changes[-1], flush=True)
+        hint = "RESUME=no or another OUTPUT_DIR begins another run"
+        for name in ("ACTOR_MODEL", "CRITIC_MODEL", "BASE_MODEL"):
+            model = earlier["constants"].get(name)
+            if model != constants().get(name):
+                raise UserError(f"the weights of {self.checkpoint} are of {name}={model}: {hint}")
+        if is_complete and changes:
+            raise UserError(f"complete at step {state.step}, but {'; '.join(changes)}: {hint}")
 
     # differs: other files; the best policy is in the checkpoint, too
     def move_old_files(self, state, target):
@@ -818,9 +851,6 @@ class Run:
         stale = list_checkpoints(self.folder)
         if self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve():
             stale = [path for path in stale if int(path.name[5:]) > state.step]
-            earlier = json.loads(config.read_text())["constants"]
-            changes = [f"{k}={x!r}" for k, x in constants().items() if earlier.get(k, x) != x]
-            print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
         else:
             state.log_sizes = {}
             names = "training_config.json test.json table.jsonl best/policy"
@@ -834,7 +864,7 @@ class Run:
 
     # differs: one process
     def close(self, state):
-        self.log(f"{'Stopped' if self.signal else 'Done'} at step {state.step}")
+        self.log(f"{'Stopped' if self.signal else self.outcome} at step {state.step}")
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if self.wandb:
@@ -872,6 +902,8 @@ def choose_checkpoint(folder, resume):
         checkpoints = list_checkpoints(resume) or [Path(resume)]
         if not (checkpoints[-1] / "training_state.pt").exists():
             raise UserError(f"RESUME = {resume!r} is not ask, yes, no, or the folder of a checkpoint or run")
+    if resume == "yes" and not checkpoints:
+        print(f"RESUME=yes: {folder} has no checkpoint, the run begins afresh", flush=True)
     if resume == "no" or not checkpoints:
         return None
     print(f"Found checkpoint: {checkpoints[-1]}", flush=True)
@@ -879,6 +911,14 @@ def choose_checkpoint(folder, resume):
     if asks and not input("Resume training from it? (y/n): ").lower().startswith("y"):
         return None
     return checkpoints[-1]
+
+
+def digest(items):
+    """Returns their number and the beginning of a hash of them, as a text."""
+    total = hashlib.sha256()
+    for item in items:
+        total.update(repr(item).encode())
+    return f"{len(items)} {total.hexdigest()[:12]}"
 
 
 @contextmanager
@@ -938,22 +978,34 @@ def first_line(error):
 def constants():
     """Returns every constant of this file by name, as JSON has it."""
     values = {name: x for name, x in globals().items() if name.isupper() and name not in ("ROOT", "PANELS")}
-    return json.loads(json.dumps(values, default=lambda x: getattr(x, "__name__", str(x))))
+    text = json.dumps(values, default=lambda x: getattr(x, "__name__", str(x)))
+    return json.loads(text.replace(json.dumps(str(ROOT))[1:-1], "{ROOT}"))  # the repository may be moved
+
+
+def read_constants(path):
+    """Yields KEY=VALUE of each line of a file, without comments. A text may stand in quotes."""
+    for line in Path(path).read_text(encoding="utf-8-sig").splitlines():
+        key, _, text = line.partition("=")
+        quoted = re.fullmatch(r"""(["'])(.*?)\1\s*(#.*)?""", text.strip())
+        text = quoted[2] if quoted else text.partition(" #")[0].strip()
+        if line.strip() and not line.strip().startswith("#"):
+            yield f"{key.strip()}={text}"
 
 
 def apply_overrides(arguments):
     """Sets constants from KEY=VALUE arguments, or @FILE with one on each line, in the constants' types."""
     for argument in arguments:
         if argument.startswith("@"):
-            lines = [line.strip() for line in Path(argument[1:]).read_text().splitlines()]
-            apply_overrides(line for line in lines if line and not line.startswith("#"))
+            apply_overrides(read_constants(argument[1:]))
             continue
         key, _, text = argument.partition("=")
         if key not in constants():
-            near = difflib.get_close_matches(key.upper(), constants(), 1, 0.0)[0]
-            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file, such as {near}")
+            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of {Path(__file__).name}: see -h")
         wanted = __annotations__.get(key, type(globals()[key]))  # a type such as int, or int | None
-        value = os.path.expanduser(text).replace("\\n", "\n")
+        value = os.path.expanduser(text).replace("{file}", Path(sys.argv[0]).stem)
+        # \n is a line break, but in \\n and in LaTeX's \neq, \nu and the like
+        latex = r"(?:eq?|u|abla|ot(?:in)?|eg|mid|cong|leq|geq|less|exists|atural|orm)(?![a-z])"
+        value = re.sub(rf"(?<!\\)\\n(?!{latex})", "\n", value).replace(r"\\n", r"\n")
         if not isinstance(value, wanted) or text == "None":
             with suppress(ValueError, SyntaxError):
                 value = ast.literal_eval(text)
@@ -964,8 +1016,21 @@ def apply_overrides(arguments):
         globals()[key] = value
 
 
+def check_numbers(counts):
+    """Refuses numbers below 0, or below 1 if `counts` has their names, NaN, and numbers beyond 2**63."""
+    for name, value in constants().items():
+        lowest = int(name in counts.split())
+        if type(value) in (int, float) and name != "REWARD_MODEL_WEIGHT" and not lowest <= value < 2**63:
+            raise UserError(f"{name} = {value!r} is not a number from {lowest} to 2**63")
+
+
 def check_constants():
     """Refuses values that would fail silently or late."""
+    check_numbers(
+        "SAMPLE TEST_QUESTIONS VALIDATION_QUESTIONS RERANK_DEPTH MAX_PROMPT_TOKENS MAX_NEW_TOKENS "
+        "QUESTIONS_AT_ONCE HIDDEN_SIZE N_STEPS BATCH_SIZE GROUP_EPOCHS KEEP_LAST_N_CHECKPOINTS "
+        "COST_TOKENS COST_PAIRS"
+    )
     rules = {
         "COST is reading or seconds": COST in ("reading", "seconds"),
         "COST = seconds needs QUESTIONS_AT_ONCE = 1": COST == "reading" or QUESTIONS_AT_ONCE == 1,

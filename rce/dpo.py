@@ -29,7 +29,7 @@ the data            TRAIN_DATASETS, make_row           sampling       respond
 
 import ast
 import csv
-import difflib
+import hashlib
 import json
 import math
 import os
@@ -44,6 +44,7 @@ from copy import deepcopy
 from datetime import datetime, timedelta
 from itertools import chain
 from pathlib import Path
+from pickle import UnpicklingError
 from types import SimpleNamespace
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
@@ -66,8 +67,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 rank, world_size, gpu = 0, 1, 0  # of this process under torchrun; rank 0 alone asks, writes and prints
 if dist.is_torchelastic_launched():
     rank, world_size, gpu = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir())
+ROOT = next((folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir()), None)
+if ROOT is None:
+    sys.exit(f"{__file__}: copy the folder rewards/ of the repository beside this file, or above it")
 sys.path.insert(0, str(ROOT))
+import rewards
 from rewards import UserError, call_reward, find_function
 
 # ================================================================ constants
@@ -100,7 +104,7 @@ EVAL_DATASETS = [
 ]
 PROMPT_TEMPLATE = "{input}"  # the question; the tokenizer's chat template, if it has one, wraps it
 SYSTEM_PROMPT: str | None = None  # put before chats that have none; needs a chat template
-MAX_EVAL_PAIRS: int | None = 200  # the first ones; None: all
+MAX_EVAL_PAIRS: int | None = 200  # the first ones of each data set; None: all
 MAX_TOKENS = 512  # of a prompt with an answer; longer pairs are left out, and counted
 
 # Evaluation beside the loss: answers are sampled, and a function of rewards/ decides whether one is correct
@@ -135,7 +139,7 @@ EARLY_STOPPING_PATIENCE = 0  # evaluations without a lower loss before the run e
 EARLY_STOPPING_THRESHOLD = 0.0  # a smaller gain does not count for EARLY_STOPPING_PATIENCE
 LOG_SAMPLES = 2  # pairs per step written to samples.jsonl
 RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or a run
-OUTPUT_DIR = f"{ROOT}/checkpoints/dpo"
+OUTPUT_DIR = f"{ROOT}/checkpoints/{Path(__file__).stem}"
 SEED = 1
 USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, WANDB_MODE
 
@@ -154,12 +158,15 @@ def dpo_loss(chosen_logratios, rejected_logratios):
 
 def dpo_stats(chosen, rejected, ref_chosen, ref_rejected):
     """Returns what is logged of each pair, a dict of (rows,), from log pi and log pi_ref of its answers,
-    (rows,). A reward is BETA (log pi - log pi_ref); reward_accuracy: the chosen answer's is higher."""
+    (rows,). A reward is BETA (log pi - log pi_ref); reward_accuracy: the chosen answer's is higher (of equal
+    ones a half, and what differs by rounding alone is equal)."""
     chosen_reward = BETA * (chosen - ref_chosen)
     rejected_reward = BETA * (rejected - ref_rejected)
+    margin = chosen_reward - rejected_reward
+    rounding = {"float32": 1e-5, "bfloat16": 1e-3}[DTYPE] * BETA * (ref_chosen + ref_rejected).abs()
     return {
-        "reward_accuracy": 0.5 + 0.5 * (chosen_reward - rejected_reward).sign(),
-        "reward_margin": chosen_reward - rejected_reward,
+        "reward_accuracy": 0.5 + 0.5 * torch.where(margin.abs() > rounding, margin.sign(), 0.0),
+        "reward_margin": margin,
         "chosen_reward": chosen_reward,
         "rejected_reward": rejected_reward,
         "chosen_logprob": chosen,
@@ -191,16 +198,20 @@ class DPOTrainer:
             self.load_models(self.run.checkpoint)
             if self.run.checkpoint:
                 self.load_state(self.run.checkpoint)
-        except Exception as error:  # the libraries raise many types
+        except (OSError, ValueError, RuntimeError, LookupError, EOFError, UnpicklingError) as error:
             names = f"ACTOR_MODEL={ACTOR_MODEL} or RESUME={self.run.checkpoint or RESUME} cannot be loaded"
             raise UserError(f"{names} ({type(error).__name__}: {first_line(error)})") from error
         self.accuracy_function = ACCURACY_FUNCTION and find_function(ACCURACY_FUNCTION)
         self.train_rows = load_rows(TRAIN_DATASETS, self.make_row)
-        self.eval_rows = load_rows(EVAL_DATASETS, self.make_row)[:MAX_EVAL_PAIRS]
+        self.eval_rows = []
+        for spec in EVAL_DATASETS:
+            self.eval_rows += load_rows([spec], self.make_row)[:MAX_EVAL_PAIRS]
+        self.run.facts["data"] = digest(self.train_rows)
         rows = self.train_rows + self.eval_rows
         answers = column(rows, "chosen_answer") + column(rows, "rejected_answer")
         self.ids = set(chain(self.end_ids, *column(answers, "ids")))
-        check_ids(self.actor, self.ids)
+        longest = max(map(len, column(rows, "ids")))
+        check_limits(self.actor, self.ids, longest)
         self.add_reference(rows)
         self.steps_per_epoch = math.ceil(len(self.train_rows) / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
         steps = NUM_EPOCHS * self.steps_per_epoch
@@ -242,7 +253,7 @@ class DPOTrainer:
         if REFERENCE_MODEL or (self.run.checkpoint and not LORA_RANK):  # the actor has moved
             path = REFERENCE_MODEL or ACTOR_MODEL
             reference = load_model(transformers.AutoModelForCausalLM, path).to(self.device)
-            check_ids(reference, self.ids)
+            check_limits(reference, self.ids, max(map(len, column(rows, "ids"))))
         with reference.disable_adapter() if hasattr(reference, "disable_adapter") else nullcontext():
             values = []
             for first in progress(range(0, len(share(rows)), BATCH_SIZE), "micro-batches"):
@@ -255,7 +266,7 @@ class DPOTrainer:
     def train(self):
         """Trains until the last step, a signal, or patience ends it. Returns the last evaluation."""
         state = self.state
-        self.run.open(state)  # opens the logs and catches signals
+        self.run.open(state, self.is_over())  # opens the logs and catches signals
         self.run.log(f"{len(self.train_rows)} pairs and {len(self.eval_rows)} held out, on {self.device}")
         if not state.evaluation:
             self.log_evaluation(self.evaluate())
@@ -306,9 +317,8 @@ class DPOTrainer:
     def update(self, rows):
         """One optimizer step. The loss is the mean over the pairs: a process adds up its micro-batches, then
         the processes add up their gradients. Returns the step's metrics."""
-        learning_rate = LEARNING_RATE * learning_rate_scale(self.state.step - 1, self.total_steps)
-        for group in self.optimizers["policy"].param_groups:
-            group["lr"] = learning_rate
+        scale = learning_rate_scale(self.state.step - 1, self.total_steps)
+        set_learning_rate(self.optimizers["policy"], scale)
         sums = Counter()
         for micro in progress(cut_by_length(rows)[rank::world_size], "micro-batches"):
             losses, stats = self.pair_losses(micro)
@@ -316,7 +326,7 @@ class DPOTrainer:
             for name, x in stats.items():
                 sums[name] += x.sum() / len(rows)
         metrics = clip_and_step(self.optimizers, sums, self.run)
-        return {**metrics, "learning_rate": learning_rate}
+        return {**metrics, "learning_rate": LEARNING_RATE * scale}
 
     # ------------------------------------------------------------ evaluation, logs, checkpoints
 
@@ -431,19 +441,36 @@ class DPOTrainer:
                 model.save_pretrained(tmp / name)
             self.tokenizer.save_pretrained(tmp / "policy")
             optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
-            torch.save({"state": vars(self.state), "optimizers": optimizers}, tmp / "training_state.pt")
+            saved = {"state": vars(self.state), "optimizers": optimizers, "trained": self.trained_names()}
+            torch.save(saved, tmp / "training_state.pt")
         for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
         draw_grid(self.run.folder, "training_metrics_detailed.png")
         draw_grid(self.run.folder, f"{Path(__file__).stem}_metrics_with_entropy.png", PANELS)
 
+    def trained_names(self):
+        """Returns what the optimizers' states belong to: their classes and the parameters of each group."""
+        trained = {}
+        for key, optimizer in self.optimizers.items():
+            names = {parameter: name for name, parameter in self.models[key].named_parameters()}
+            groups = [[names.get(p) for p in group["params"]] for group in optimizer.param_groups]
+            trained[key] = [type(optimizer).__name__, *groups]
+        return trained
+
     def load_state(self, folder):
         """Restores state and optimizers; load_models() took the weights from the same folder."""
         saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
+        if saved.get("trained") != self.trained_names():
+            raise UserError("it trained other parameters, in another order, or by another optimizer")
         for name, optimizer in self.optimizers.items():
             state = saved["optimizers"][name]["state"]  # not its rates: the constants of now decide
             optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-        vars(self.state).update(saved["state"])
+        for name, value in saved["state"].items():
+            tensor = getattr(self.state, name, None)
+            if torch.is_tensor(tensor):
+                tensor.detach().copy_(value)  # in place: an optimizer may train it
+            else:
+                setattr(self.state, name, value)
 
 
 # differs: two schedules
@@ -466,6 +493,9 @@ def load_model(auto_class, path):
     missing = info["missing_keys"] | {key[0] for key in info["mismatched_keys"]}
     if missing:
         raise UserError(f"the model {path} lacks the weights {', '.join(sorted(missing))}")
+    if getattr(model, "peft_config", None):  # all weights would be trained, and the adapter alone saved
+        base = next(iter(model.peft_config.values())).base_model_name_or_path
+        raise UserError(f"{path} is an adapter of {base}: merge it, or name the run's best/policy")
     for parameter in model.parameters():
         # Weights that are mapped from a file may be unaligned, which changes a product's last bit
         parameter.data = parameter.data.clone()
@@ -500,6 +530,12 @@ def make_optimizer(model, learning_rate):
     return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
 
 
+def set_learning_rate(optimizer, scale):
+    """Sets the learning rate of each parameter group to `scale` times the one that it was made with."""
+    for group in optimizer.param_groups:
+        group["lr"] = scale * group.setdefault("initial_lr", group["lr"])
+
+
 def clip_and_step(optimizers, sums, run):
     """Adds up gradients over processes, steps if all is finite. sums: this process's metrics, 0-d tensors."""
     norms = {}
@@ -525,11 +561,17 @@ def clip_and_step(optimizers, sums, run):
     return metrics
 
 
-def check_ids(model, ids):
-    """Refuses token ids that the model has no embedding for: on a GPU they would end the process."""
+def check_limits(model, ids, length):
+    """Refuses token ids that the model has no embedding for, and texts longer than its positions: on a GPU
+    they would end the process."""
     count = model.get_input_embeddings().num_embeddings
     if max(ids, default=0) >= count:
         raise UserError(f"{model.name_or_path} has {count} embeddings: too few for its tokenizer's ids")
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    limit = getattr(config, "max_position_embeddings", None) or math.inf
+    if length > limit * (rope.get("factor") or 1):
+        raise UserError(f"{model.name_or_path} has {limit} positions, the longest text has {length} tokens")
 
 
 def find_end_ids(model, tokenizer):
@@ -537,8 +579,8 @@ def find_end_ids(model, tokenizer):
     template ends a turn, the tokenizer's EOS, and those of the generation config."""
     ends = [tokenizer.eos_token_id, *np.atleast_1d(model.generation_config.eos_token_id).tolist()]
     if tokenizer.chat_template:
-        messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "RESPONSE"}]
-        tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("RESPONSE")[2].strip()
+        messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "xyzzy"}]
+        tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("xyzzy")[2].strip()
         end_of_turn = tokenizer(tail, add_special_tokens=False)["input_ids"][:1]
         ends = [id for id in end_of_turn if id in tokenizer.added_tokens_decoder] + ends
     ends = [id for id in dict.fromkeys(ends) if id is not None]
@@ -651,6 +693,7 @@ def load_rows(specs, make_row):
 def read_records(spec):
     """Yields the records of a data set, dicts by column. Texts stay as the file has them."""
     path, file_type = spec["path"], spec["type"]
+    csv.field_size_limit(2**31 - 1)  # documents are longer than the default, 131,072
     if file_type == "jsonl":
         text = Path(path).read_text(encoding="utf-8-sig")
         if text.lstrip().startswith("["):  # an array of records
@@ -859,6 +902,10 @@ class Run:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.lock = filelock.FileLock(f"{self.folder}.lock", is_singleton=True)
+        self.facts = {"file": __file__, "program": os.path.abspath(sys.argv[0]), "torch": torch.__version__}
+        paths = {os.path.realpath(path) for path in (__file__, sys.argv[0], rewards.__file__)}
+        self.facts["text"] = digest(sorted(Path(path).read_bytes() for path in paths if Path(path).is_file()))
+        self.facts["processes"] = world_size
         checkpoint = None
         if rank == 0:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -873,11 +920,17 @@ class Run:
         signal.signal(number, signal.SIG_DFL)
         print("\nStopping after this step, then saving; again stops at once", flush=True)
 
-    def open(self, state):
-        """Opens the logs and catches signals. A run that continues cuts the logs back to its checkpoint."""
-        self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    def open(self, state, is_complete):
+        """Opens the logs and catches signals. A run that continues cuts the logs back to its checkpoint; if
+        no step is left, it is complete."""
+        self.outcome = "Nothing was left to do: complete" if is_complete else "Done"
+        self.handlers = {}
+        with suppress(ValueError):  # only the main thread gets signals
+            self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         if rank > 0:
             return
+        self.lock.acquire(timeout=0)  # a second train() has to take it again
+        self.compare(state, is_complete)
         now = f"{datetime.now():%Y%m%d_%H%M%S_%f}"
         self.move_old_files(state, Path(f"{self.folder}_old_{now}"))
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -886,15 +939,36 @@ class Run:
             file = open(self.folder / "logs" / name, "a", buffering=1)
             file.truncate(min(file.tell(), state.log_sizes.get(name, 0)))
             self.logs[name] = file
-        facts = {"file": __file__, "processes": world_size, "torch": torch.__version__}
         config = self.folder / "training_config.json"
-        config.with_suffix(".tmp").write_text(json.dumps(facts | {"constants": constants()}, indent=1))
+        config.with_suffix(".tmp").write_text(json.dumps(self.facts | {"constants": constants()}, indent=1))
         config.with_suffix(".tmp").rename(config)
         if USE_WANDB:
             import wandb  # slow
 
             self.wandb = wandb.init(dir=self.folder, config=constants(), id=state.wandb_id, resume="allow")
             state.wandb_id = self.wandb.id
+
+    def compare(self, state, is_complete):
+        """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights are
+        those of the checkpoint. Refuses a complete run that would end as if it had trained what changed."""
+        path = Path(self.checkpoint or "").parent / "training_config.json"
+        if not self.checkpoint or not path.exists():
+            return
+        earlier = json.loads(path.read_text())
+        changes = [(k, x) for k, x in constants().items() if earlier["constants"].get(k, x) != x]
+        changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR")]
+        print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
+        for name, what in {"text": "file", "data": "data"}.items():
+            if earlier.get(name) != self.facts.get(name):
+                changes.append(f"the {what} changed since step {state.step}")
+                print(changes[-1], flush=True)
+        hint = "RESUME=no or another OUTPUT_DIR begins another run"
+        for name in ("ACTOR_MODEL", "CRITIC_MODEL", "BASE_MODEL"):
+            model = earlier["constants"].get(name)
+            if model != constants().get(name):
+                raise UserError(f"the weights of {self.checkpoint} are of {name}={model}: {hint}")
+        if is_complete and changes:
+            raise UserError(f"complete at step {state.step}, but {'; '.join(changes)}: {hint}")
 
     def move_old_files(self, state, target):
         """Moves what is later than the run's checkpoint, or all of an earlier run, to the folder `target`."""
@@ -907,9 +981,6 @@ class Run:
         stale = list_checkpoints(self.folder)
         if is_own:
             stale = [path for path in stale if int(path.name[5:]) > state.step]
-            earlier = json.loads(config.read_text())["constants"]
-            changes = [f"{k}={x!r}" for k, x in constants().items() if earlier.get(k, x) != x]
-            print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
         else:
             for pattern in "logs/*.jsonl logs/training_*.log *_metrics_*.png training_config.json".split():
                 stale += self.folder.glob(pattern)
@@ -924,7 +995,7 @@ class Run:
 
     def close(self, state):
         all_gather(None)  # wait: torchrun would end processes that still write
-        self.log(f"{'Stopped' if self.signal else 'Done'} at step {state.step}")
+        self.log(f"{'Stopped' if self.signal else self.outcome} at step {state.step}")
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if self.wandb:
@@ -961,6 +1032,8 @@ def choose_checkpoint(folder, resume):
         checkpoints = list_checkpoints(resume) or [Path(resume)]
         if not (checkpoints[-1] / "training_state.pt").exists():
             raise UserError(f"RESUME = {resume!r} is not ask, yes, no, or the folder of a checkpoint or run")
+    if resume == "yes" and not checkpoints:
+        print(f"RESUME=yes: {folder} has no checkpoint, the run begins afresh", flush=True)
     if resume == "no" or not checkpoints:
         return None
     print(f"Found checkpoint: {checkpoints[-1]}", flush=True)
@@ -968,6 +1041,14 @@ def choose_checkpoint(folder, resume):
     if asks and not input("Resume training from it? (y/n): ").lower().startswith("y"):
         return None
     return checkpoints[-1]
+
+
+def digest(items):
+    """Returns their number and the beginning of a hash of them, as a text."""
+    total = hashlib.sha256()
+    for item in items:
+        total.update(repr(item).encode())
+    return f"{len(items)} {total.hexdigest()[:12]}"
 
 
 @contextmanager
@@ -991,22 +1072,25 @@ def draw_grid(folder, path, names=None):
     records = [json.loads(line) for line in (folder / "logs/metrics.jsonl").read_text().splitlines()]
     names = [name for name in names or dict.fromkeys(chain(*records)) if name not in ("phase", "step")]
     names = [name for name in names if len({r.get(name) for r in records} - {None}) > 1]  # it varies
+    phases = ["train", *dict.fromkeys(r["phase"] for r in records if r["phase"] != "train")]
+    colors = dict(zip(phases, ("blue", "orange", "green", "red", "purple", "brown")))
     height = max(1, math.ceil(len(names) / 3))
     figure = Figure(figsize=(10, 2.3 * height + 0.5), layout="tight")
     for number, name in enumerate(names, 1):
         axis = figure.add_subplot(height, 3, number, title=name, xlabel="step")
         axis.grid(alpha=0.3)
-        for phase in dict.fromkeys(column(records, "phase")):
+        for phase, color in colors.items():
             points = [r for r in records if r["phase"] == phase and r.get(name) is not None]
             steps, values = column(points, "step"), column(points, name)
             if phase != "train":
-                axis.plot(steps, values, "o-", color="C1", markersize=4)
+                axis.plot(steps, values, "o-", color=f"tab:{color}", markersize=4)
             elif values:
                 window = max(1, len(values) // 12)
                 means = np.convolve(values, np.full(window, 1 / window), "valid")
-                axis.plot(steps, values, ".-", color="C0", alpha=0.25)
-                axis.plot(steps[window - 1 :], means, color="C0")
-    figure.suptitle("blue: training, each step and rolling mean; orange: held out", fontsize=9)
+                axis.plot(steps, values, ".-", color=f"tab:{color}", alpha=0.25)
+                axis.plot(steps[window - 1 :], means, color=f"tab:{color}")
+    legend = "; ".join(f"{color}: {phase}" for phase, color in colors.items())
+    figure.suptitle(f"{legend} (train: each step and rolling mean)", fontsize=9)
     figure.savefig(folder / path, dpi=110)
 
 
@@ -1020,22 +1104,34 @@ def first_line(error):
 def constants():
     """Returns every constant of this file by name, as JSON has it."""
     values = {name: x for name, x in globals().items() if name.isupper() and name not in ("ROOT", "PANELS")}
-    return json.loads(json.dumps(values, default=lambda x: getattr(x, "__name__", str(x))))
+    text = json.dumps(values, default=lambda x: getattr(x, "__name__", str(x)))
+    return json.loads(text.replace(json.dumps(str(ROOT))[1:-1], "{ROOT}"))  # the repository may be moved
+
+
+def read_constants(path):
+    """Yields KEY=VALUE of each line of a file, without comments. A text may stand in quotes."""
+    for line in Path(path).read_text(encoding="utf-8-sig").splitlines():
+        key, _, text = line.partition("=")
+        quoted = re.fullmatch(r"""(["'])(.*?)\1\s*(#.*)?""", text.strip())
+        text = quoted[2] if quoted else text.partition(" #")[0].strip()
+        if line.strip() and not line.strip().startswith("#"):
+            yield f"{key.strip()}={text}"
 
 
 def apply_overrides(arguments):
     """Sets constants from KEY=VALUE arguments, or @FILE with one on each line, in the constants' types."""
     for argument in arguments:
         if argument.startswith("@"):
-            lines = [line.strip() for line in Path(argument[1:]).read_text().splitlines()]
-            apply_overrides(line for line in lines if line and not line.startswith("#"))
+            apply_overrides(read_constants(argument[1:]))
             continue
         key, _, text = argument.partition("=")
         if key not in constants():
-            near = difflib.get_close_matches(key.upper(), constants(), 1, 0.0)[0]
-            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file, such as {near}")
+            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of {Path(__file__).name}: see -h")
         wanted = __annotations__.get(key, type(globals()[key]))  # a type such as int, or int | None
-        value = os.path.expanduser(text).replace("\\n", "\n")
+        value = os.path.expanduser(text).replace("{file}", Path(sys.argv[0]).stem)
+        # \n is a line break, but in \\n and in LaTeX's \neq, \nu and the like
+        latex = r"(?:eq?|u|abla|ot(?:in)?|eg|mid|cong|leq|geq|less|exists|atural|orm)(?![a-z])"
+        value = re.sub(rf"(?<!\\)\\n(?!{latex})", "\n", value).replace(r"\\n", r"\n")
         if not isinstance(value, wanted) or text == "None":
             with suppress(ValueError, SyntaxError):
                 value = ast.literal_eval(text)
@@ -1046,8 +1142,20 @@ def apply_overrides(arguments):
         globals()[key] = value
 
 
+def check_numbers(counts):
+    """Refuses numbers below 0, or below 1 if `counts` has their names, NaN, and numbers beyond 2**63."""
+    for name, value in constants().items():
+        lowest = int(name in counts.split())
+        if type(value) in (int, float) and name != "REWARD_MODEL_WEIGHT" and not lowest <= value < 2**63:
+            raise UserError(f"{name} = {value!r} is not a number from {lowest} to 2**63")
+
+
 def check_constants():
     """Refuses values that would fail silently or late."""
+    check_numbers(
+        "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS EVAL_BATCH_SIZE LOGITS_AT_ONCE MAX_TOKENS MAX_NEW_TOKENS "
+        "NUM_EPOCHS MAX_STEPS KEEP_LAST_N_CHECKPOINTS MAX_EVAL_PAIRS"
+    )
     rules = {
         "DTYPE is float32 or bfloat16": DTYPE in ("float32", "bfloat16"),
         "LR_SCHEDULER_TYPE is linear or cosine": LR_SCHEDULER_TYPE in ("linear", "cosine"),

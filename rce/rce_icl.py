@@ -35,7 +35,7 @@ the mining    mine_question                        the rules       Corpus.rule_l
 
 import ast
 import csv
-import difflib
+import hashlib
 import json
 import math
 import os
@@ -52,6 +52,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from itertools import chain, starmap
 from pathlib import Path
+from pickle import UnpicklingError
 from types import SimpleNamespace
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
@@ -72,8 +73,11 @@ from sklearn.neighbors import KNeighborsClassifier
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir())
+ROOT = next((folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir()), None)
+if ROOT is None:
+    sys.exit(f"{__file__}: copy the folder rewards/ of the repository beside this file, or above it")
 sys.path.insert(0, str(ROOT))
+import rewards
 from rewards import UserError, f1_score
 
 # ================================================================ constants
@@ -142,7 +146,7 @@ EVAL_EVERY_N_STEPS = 40  # 0: only before the first and after the last step of a
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better pick before the run ends; 0: all steps are run
 LOG_SAMPLES = 4  # lists per step written to samples.jsonl
 RESUME = "ask"  # ask (yes without a terminal) | yes | no | path of a checkpoint or a run
-OUTPUT_DIR = f"{ROOT}/checkpoints/rce_icl"
+OUTPUT_DIR = f"{ROOT}/checkpoints/{Path(__file__).stem}"
 SEED = 1
 USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, WANDB_MODE
 
@@ -293,6 +297,7 @@ class ICLTrainer:
         self.run = Run(resume_from_checkpoint or RESUME)
         self.state = SimpleNamespace(
             step=0,  # the current one, from 1; between steps, how many are done
+            planned_steps=math.inf,  # of RCE and GRPO
             rules={},  # accuracy of each rule on validation
             evaluation={},  # the last one's metrics
             best_score=-math.inf,  # the highest accuracy on validation: its policy is in best/
@@ -302,6 +307,7 @@ class ICLTrainer:
             wandb_id=None,
         )
         self.splits, self.demos = split_rows()
+        self.run.facts["data"] = digest([(row["text"], row["golds"]) for row in self.demos])
         self.seed_step()  # for the first weights
         try:
             self.corpus = Corpus(self.demos, self.device)
@@ -313,7 +319,7 @@ class ICLTrainer:
             self.optimizer = torch.optim.AdamW(self.policy.parameters(), weight_decay=WEIGHT_DECAY)
             if self.run.checkpoint:
                 self.load_state(self.run.checkpoint)
-        except Exception as error:  # the libraries raise many types
+        except (OSError, ValueError, RuntimeError, LookupError, EOFError, UnpicklingError) as error:
             names = f"READER={READER}, EMBEDDING={EMBEDDING} or RESUME={self.run.checkpoint} cannot be loaded"
             raise UserError(f"{names} ({type(error).__name__}: {first_line(error)})") from error
         for questions in self.splits.values():
@@ -329,7 +335,7 @@ class ICLTrainer:
     def train(self):
         """Mines, trains by RCE, then by GRPO, and tests. Returns the last evaluation."""
         state = self.state
-        self.run.open(state)  # opens the logs and catches signals
+        self.run.open(state, state.step >= state.planned_steps)  # opens the logs and catches signals
         counts = {name: len(questions) for name, questions in self.splits.items()}
         self.run.log(f"Questions: {counts}. Reader on {self.device}")
         if not state.rules:
@@ -388,6 +394,7 @@ class ICLTrainer:
         train = self.splits["train"]
         self.rce_steps = RCE_EPOCHS * math.ceil(len(self.groups) / BATCH_SIZE)
         self.total_steps = self.rce_steps + GRPO_EPOCHS * math.ceil(len(train) / BATCH_SIZE)
+        self.state.planned_steps = self.total_steps
         rce = {"name": "RCE", "rate": LEARNING_RATE, "rows": self.groups, "weigh": rce_weights}
         grpo = {"name": "GRPO", "rate": GRPO_LEARNING_RATE, "rows": train, "weigh": group_advantages}
         self.rce = SimpleNamespace(**rce, first=0, steps=self.rce_steps)
@@ -1073,6 +1080,7 @@ def split_rows():
 def read_records(spec):
     """Yields the records of a data set, dicts by column. Texts stay as the file has them."""
     path, file_type = spec["path"], spec["type"]
+    csv.field_size_limit(2**31 - 1)  # documents are longer than the default, 131,072
     if file_type == "jsonl":
         text = Path(path).read_text(encoding="utf-8-sig")
         if text.lstrip().startswith("["):  # an array of records
@@ -1129,6 +1137,9 @@ class Run:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.lock = filelock.FileLock(f"{self.folder}.lock", is_singleton=True)
+        self.facts = {"file": __file__, "program": os.path.abspath(sys.argv[0]), "torch": torch.__version__}
+        paths = {os.path.realpath(path) for path in (__file__, sys.argv[0], rewards.__file__)}
+        self.facts["text"] = digest(sorted(Path(path).read_bytes() for path in paths if Path(path).is_file()))
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.lock.acquire(timeout=0)  # fails if another run writes into OUTPUT_DIR
         self.checkpoint = choose_checkpoint(self.folder, resume)
@@ -1141,9 +1152,15 @@ class Run:
         print("\nStopping after this step, then saving; again stops at once", flush=True)
 
     # differs: one process, and mined lists
-    def open(self, state):
-        """Opens the logs and catches signals. A run that continues cuts the logs back to its checkpoint."""
-        self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    def open(self, state, is_complete):
+        """Opens the logs and catches signals. A run that continues cuts the logs back to its checkpoint; if
+        no step is left, it is complete."""
+        self.outcome = "Nothing was left to do: complete" if is_complete else "Done"
+        self.handlers = {}
+        with suppress(ValueError):  # only the main thread gets signals
+            self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        self.lock.acquire(timeout=0)  # a second train() has to take it again
+        self.compare(state, is_complete)
         now = f"{datetime.now():%Y%m%d_%H%M%S_%f}"
         self.move_old_files(state, Path(f"{self.folder}_old_{now}"))
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -1154,15 +1171,36 @@ class Run:
             file = open(self.folder / "logs" / name, "a", buffering=1)
             file.truncate(min(file.tell(), state.log_sizes.get(name, 0)))
             self.logs[name] = file
-        facts = {"file": __file__, "torch": torch.__version__}
         config = self.folder / "training_config.json"
-        config.with_suffix(".tmp").write_text(json.dumps(facts | {"constants": constants()}, indent=1))
+        config.with_suffix(".tmp").write_text(json.dumps(self.facts | {"constants": constants()}, indent=1))
         config.with_suffix(".tmp").rename(config)
         if USE_WANDB:
             import wandb  # slow
 
             self.wandb = wandb.init(dir=self.folder, config=constants(), id=state.wandb_id, resume="allow")
             state.wandb_id = self.wandb.id
+
+    def compare(self, state, is_complete):
+        """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights are
+        those of the checkpoint. Refuses a complete run that would end as if it had trained what changed."""
+        path = Path(self.checkpoint or "").parent / "training_config.json"
+        if not self.checkpoint or not path.exists():
+            return
+        earlier = json.loads(path.read_text())
+        changes = [(k, x) for k, x in constants().items() if earlier["constants"].get(k, x) != x]
+        changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR")]
+        print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
+        for name, what in {"text": "file", "data": "data"}.items():
+            if earlier.get(name) != self.facts.get(name):
+                changes.append(f"the {what} changed since step {state.step}")
+                print(changes[-1], flush=True)
+        hint = "RESUME=no or another OUTPUT_DIR begins another run"
+        for name in ("ACTOR_MODEL", "CRITIC_MODEL", "BASE_MODEL"):
+            model = earlier["constants"].get(name)
+            if model != constants().get(name):
+                raise UserError(f"the weights of {self.checkpoint} are of {name}={model}: {hint}")
+        if is_complete and changes:
+            raise UserError(f"complete at step {state.step}, but {'; '.join(changes)}: {hint}")
 
     # differs: mined lists; the best policy is in the checkpoint, too
     def move_old_files(self, state, target):
@@ -1174,9 +1212,6 @@ class Run:
         if self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve():
             stale += self.folder.glob("test_*_step_*.jsonl")
             stale = [path for path in stale if int(path.stem.rpartition("_")[2]) > state.step]
-            earlier = json.loads(config.read_text())["constants"]
-            changes = [f"{k}={x!r}" for k, x in constants().items() if earlier.get(k, x) != x]
-            print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
         else:
             state.log_sizes = {}
             names = "candidates.jsonl test_*.jsonl best/policy rce/policy eval_test.json training_config.json"
@@ -1190,7 +1225,7 @@ class Run:
 
     # differs: one process
     def close(self, state):
-        self.log(f"{'Stopped' if self.signal else 'Done'} at step {state.step}")
+        self.log(f"{'Stopped' if self.signal else self.outcome} at step {state.step}")
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if self.wandb:
@@ -1228,6 +1263,8 @@ def choose_checkpoint(folder, resume):
         checkpoints = list_checkpoints(resume) or [Path(resume)]
         if not (checkpoints[-1] / "training_state.pt").exists():
             raise UserError(f"RESUME = {resume!r} is not ask, yes, no, or the folder of a checkpoint or run")
+    if resume == "yes" and not checkpoints:
+        print(f"RESUME=yes: {folder} has no checkpoint, the run begins afresh", flush=True)
     if resume == "no" or not checkpoints:
         return None
     print(f"Found checkpoint: {checkpoints[-1]}", flush=True)
@@ -1235,6 +1272,14 @@ def choose_checkpoint(folder, resume):
     if asks and not input("Resume training from it? (y/n): ").lower().startswith("y"):
         return None
     return checkpoints[-1]
+
+
+def digest(items):
+    """Returns their number and the beginning of a hash of them, as a text."""
+    total = hashlib.sha256()
+    for item in items:
+        total.update(repr(item).encode())
+    return f"{len(items)} {total.hexdigest()[:12]}"
 
 
 @contextmanager
@@ -1290,22 +1335,34 @@ def first_line(error):
 def constants():
     """Returns every constant of this file by name, as JSON has it."""
     values = {name: x for name, x in globals().items() if name.isupper() and name not in ("ROOT", "PANELS")}
-    return json.loads(json.dumps(values, default=lambda x: getattr(x, "__name__", str(x))))
+    text = json.dumps(values, default=lambda x: getattr(x, "__name__", str(x)))
+    return json.loads(text.replace(json.dumps(str(ROOT))[1:-1], "{ROOT}"))  # the repository may be moved
+
+
+def read_constants(path):
+    """Yields KEY=VALUE of each line of a file, without comments. A text may stand in quotes."""
+    for line in Path(path).read_text(encoding="utf-8-sig").splitlines():
+        key, _, text = line.partition("=")
+        quoted = re.fullmatch(r"""(["'])(.*?)\1\s*(#.*)?""", text.strip())
+        text = quoted[2] if quoted else text.partition(" #")[0].strip()
+        if line.strip() and not line.strip().startswith("#"):
+            yield f"{key.strip()}={text}"
 
 
 def apply_overrides(arguments):
     """Sets constants from KEY=VALUE arguments, or @FILE with one on each line, in the constants' types."""
     for argument in arguments:
         if argument.startswith("@"):
-            lines = [line.strip() for line in Path(argument[1:]).read_text().splitlines()]
-            apply_overrides(line for line in lines if line and not line.startswith("#"))
+            apply_overrides(read_constants(argument[1:]))
             continue
         key, _, text = argument.partition("=")
         if key not in constants():
-            near = difflib.get_close_matches(key.upper(), constants(), 1, 0.0)[0]
-            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file, such as {near}")
+            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of {Path(__file__).name}: see -h")
         wanted = __annotations__.get(key, type(globals()[key]))  # a type such as int, or int | None
-        value = os.path.expanduser(text).replace("\\n", "\n")
+        value = os.path.expanduser(text).replace("{file}", Path(sys.argv[0]).stem)
+        # \n is a line break, but in \\n and in LaTeX's \neq, \nu and the like
+        latex = r"(?:eq?|u|abla|ot(?:in)?|eg|mid|cong|leq|geq|less|exists|atural|orm)(?![a-z])"
+        value = re.sub(rf"(?<!\\)\\n(?!{latex})", "\n", value).replace(r"\\n", r"\n")
         if not isinstance(value, wanted) or text == "None":
             with suppress(ValueError, SyntaxError):
                 value = ast.literal_eval(text)
@@ -1316,8 +1373,20 @@ def apply_overrides(arguments):
         globals()[key] = value
 
 
+def check_numbers(counts):
+    """Refuses numbers below 0, or below 1 if `counts` has their names, NaN, and numbers beyond 2**63."""
+    for name, value in constants().items():
+        lowest = int(name in counts.split())
+        if type(value) in (int, float) and name != "REWARD_MODEL_WEIGHT" and not lowest <= value < 2**63:
+            raise UserError(f"{name} = {value!r} is not a number from {lowest} to 2**63")
+
+
 def check_constants():
     """Refuses values that would fail silently or late."""
+    check_numbers(
+        "VALIDATION_QUESTIONS TEST_QUESTIONS MAX_ANSWER_TOKENS READER_BATCH_SIZE EMBEDDING_SIZE SHOTS "
+        "POOL_SIZE MINE_QUESTIONS GROUP_SIZE GROUP_EPOCHS HIDDEN_SIZE BATCH_SIZE KEEP_LAST_N_CHECKPOINTS"
+    )
     choices = {
         "GOLDS": ("aliases", "annotators"),
         "POOL": ("random", "similarity"),

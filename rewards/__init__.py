@@ -39,6 +39,10 @@ def find_function(function):
     return known[function]
 
 
+def find_functions(specs):
+    return [(f if isinstance(f, str) else f.__name__, find_function(f), w) for f, w in specs]
+
+
 def call_reward(function, prompts, responses, answers, columns):
     """Returns the values of a reward function, one float per response.
 
