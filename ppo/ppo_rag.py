@@ -321,9 +321,9 @@ class RAGTrainer:
             is_last = state.step == MAX_STEPS
             if is_last or (EVAL_EVERY_N_STEPS and state.step % EVAL_EVERY_N_STEPS == 0):
                 self.log_evaluation(self.evaluate())
-            if SAVE_EVERY_N_STEPS and state.step % SAVE_EVERY_N_STEPS == 0:
+            if SAVE_EVERY_N_STEPS and state.step % SAVE_EVERY_N_STEPS == 0 and not is_last:
                 self.save()
-        self.save()
+        self.save()  # again after a kill, which may have come before the plots
         if not self.run.signal:
             self.test()
         self.run.close(state)
@@ -495,17 +495,18 @@ class RAGTrainer:
         """Writes step_N/ if it is not there yet and best/, removes old checkpoints and draws the plots."""
         folder = self.run.folder / f"step_{self.state.step}"
         self.run.checkpoint = folder  # a second train() goes on
-        if folder.exists():
-            return
-        self.run.log(f"Saving {folder}")
-        self.state.log_sizes = {name: file.tell() for name, file in self.run.logs.items()}
-        saved = {name: getattr(self, name).state_dict() for name in ("policy", "best", "optimizer")}
-        with atomic_folder(self.run.folder / "best/policy") as tmp:
-            torch.save(self.best.state_dict(), tmp / "policy.pt")
-        with atomic_folder(folder) as tmp:
-            torch.save({"state": vars(self.state), **saved}, tmp / "training_state.pt")
+        if folder not in list_checkpoints(self.run.folder):
+            self.run.log(f"Saving {folder}")
+            self.state.log_sizes = {name: file.tell() for name, file in self.run.logs.items()}
+            saved = {name: getattr(self, name).state_dict() for name in ("policy", "best", "optimizer")}
+            with atomic_folder(self.run.folder / "best/policy") as tmp:
+                torch.save(self.best.state_dict(), tmp / "policy.pt")
+            with atomic_folder(folder) as tmp:
+                torch.save({"state": vars(self.state), **saved}, tmp / "training_state.pt")
         for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
-            shutil.rmtree(old)
+            old.rename(f"{old}.tmp")  # what a kill leaves of it is no checkpoint
+        for half in self.run.folder.glob("step_*.tmp"):
+            shutil.rmtree(half)
         draw_grid(self.run.folder, "training_metrics_detailed.png", self.rule_metrics)
         draw_grid(self.run.folder, "ppo_rag_metrics_with_entropy.png", self.rule_metrics, PANELS)
 
@@ -853,7 +854,8 @@ class Run:
             stale = [path for path in stale if int(path.name[5:]) > state.step]
         else:
             state.log_sizes = {}
-            names = "training_config.json test.json table.jsonl best/policy"
+            # The config comes last: a start that does not find it moves nothing
+            names = "test.json table.jsonl best/policy training_config.json"
             for pattern in f"logs/*.jsonl logs/training_*.log *_metrics_*.png {names}".split():
                 stale += self.folder.glob(pattern)
         for path in stale:

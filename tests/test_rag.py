@@ -4,6 +4,7 @@ cache, data of one's own, killed runs."""
 import importlib.util
 import json
 import os
+import shutil
 import signal
 from collections import Counter
 from copy import deepcopy
@@ -400,3 +401,38 @@ def test_an_earlier_run_is_moved_aside(rag, tmp_path):
     assert (tmp_path / "run/logs/samples.jsonl").read_bytes() == samples and notes.exists()
     with pytest.raises(ValueError, match="was trained with other actions"):
         rag(RESUME="yes", TOP_KS=(2, 3)).RAGTrainer()
+
+
+def test_a_kill_after_the_last_checkpoint_leaves_nothing_undone(fake, tmp_path):
+    """Not an old checkpoint, nor a half of one, and not the plots. A folder without its state is written."""
+    run, drawn = tmp_path / "run", []
+    fake(KEEP_LAST_N_CHECKPOINTS=1).train()
+    shutil.copytree(run / "step_6", run / "step_4")
+    (run / "step_2.tmp/policy").mkdir(parents=True)
+    trainer = fake(KEEP_LAST_N_CHECKPOINTS=1, RESUME="yes")
+    trainer.module.draw_grid = lambda folder, name, *rest: drawn.append(name)
+    trainer.train()
+    assert [path.name for path in run.glob("step_*")] == ["step_6"] and len(drawn) == 2
+    (run / "step_4").mkdir()
+    fake().train()
+    assert [path.name for path in trainer.module.list_checkpoints(run)] == ["step_2", "step_4", "step_6"]
+
+
+def test_a_kill_while_an_earlier_run_is_moved_aside_leaves_nothing_of_it_in_the_next(
+    fake, tmp_path, monkeypatch
+):
+    fake().train()
+    move, paths = shutil.move, []
+
+    def move_seven(*names):
+        paths.append(names)
+        if len(paths) == 8:
+            raise KeyboardInterrupt
+        move(*names)
+
+    trainer = fake()
+    monkeypatch.setattr(shutil, "move", move_seven)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run.move_old_files(trainer.state, tmp_path / "old_1")
+    trainer.run.move_old_files(trainer.state, tmp_path / "old_2")
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
