@@ -57,7 +57,6 @@ from copy import deepcopy
 from datetime import datetime, timedelta
 from itertools import chain, pairwise
 from pathlib import Path
-from pickle import UnpicklingError
 from types import SimpleNamespace
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
@@ -259,7 +258,9 @@ class RecTrainer:
             self.load_models(self.run.checkpoint)
             if self.run.checkpoint:
                 self.load_state(self.run.checkpoint)
-        except (OSError, ValueError, RuntimeError, LookupError, EOFError, UnpicklingError) as error:
+        except Exception as error:  # the libraries raise many types
+            if isinstance(error, (TypeError, AttributeError, NameError)):
+                raise  # a mistake in the program
             names = f"ACTOR_MODEL={ACTOR_MODEL} or RESUME={self.run.checkpoint or RESUME} cannot be loaded"
             raise UserError(f"{names} ({type(error).__name__}: {first_line(error)})") from error
         self.load_data()
@@ -726,7 +727,7 @@ class RecTrainer:
             saved = {"state": vars(self.state), "optimizers": optimizers, "trained": self.trained_names()}
             torch.save(saved, tmp / "training_state.pt")
         for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
-            shutil.rmtree(old)
+            shutil.rmtree(old.rename(f"{old}.tmp"))  # what a kill leaves of it is no checkpoint
         draw_grid(self.run.folder, "training_metrics_detailed.png", self.baselines)
         draw_grid(self.run.folder, f"{Path(__file__).stem}_metrics_with_entropy.png", self.baselines, PANELS)
 
@@ -1166,6 +1167,8 @@ class Run:
             self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         self.lock.acquire(timeout=0)  # a second train() has to take it again
         self.compare(state, is_complete)
+        for half in self.folder.glob("step_*.tmp"):  # a kill may leave some
+            shutil.rmtree(half)
         now = f"{datetime.now():%Y%m%d_%H%M%S_%f}"
         self.move_old_files(state, Path(f"{self.folder}_old_{now}"))
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -1222,7 +1225,7 @@ class Run:
         if stale:  # best/ may be of a later step, or of the other run
             state.best_score = -math.inf
             stale += [path.parent for path in self.folder.glob("best/*/config.json")]
-        for path in stale:
+        for path in sorted(stale, key=config.__eq__):  # it goes last: a start without it moves nothing
             moved = target / path.relative_to(self.folder)
             moved.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(path, moved)

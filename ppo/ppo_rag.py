@@ -504,9 +504,7 @@ class RAGTrainer:
             with atomic_folder(folder) as tmp:
                 torch.save({"state": vars(self.state), **saved}, tmp / "training_state.pt")
         for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
-            old.rename(f"{old}.tmp")  # what a kill leaves of it is no checkpoint
-        for half in self.run.folder.glob("step_*.tmp"):
-            shutil.rmtree(half)
+            shutil.rmtree(old.rename(f"{old}.tmp"))  # what a kill leaves of it is no checkpoint
         draw_grid(self.run.folder, "training_metrics_detailed.png", self.rule_metrics)
         draw_grid(self.run.folder, "ppo_rag_metrics_with_entropy.png", self.rule_metrics, PANELS)
 
@@ -804,6 +802,8 @@ class Run:
             self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         self.lock.acquire(timeout=0)  # a second train() has to take it again
         self.compare(state, is_complete)
+        for half in self.folder.glob("step_*.tmp"):  # a kill may leave some
+            shutil.rmtree(half)
         now = f"{datetime.now():%Y%m%d_%H%M%S_%f}"
         self.move_old_files(state, Path(f"{self.folder}_old_{now}"))
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -854,11 +854,10 @@ class Run:
             stale = [path for path in stale if int(path.name[5:]) > state.step]
         else:
             state.log_sizes = {}
-            # The config comes last: a start that does not find it moves nothing
             names = "test.json table.jsonl best/policy training_config.json"
             for pattern in f"logs/*.jsonl logs/training_*.log *_metrics_*.png {names}".split():
                 stale += self.folder.glob(pattern)
-        for path in stale:
+        for path in sorted(stale, key=config.__eq__):  # it goes last: a start without it moves nothing
             moved = target / path.relative_to(self.folder)
             moved.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(path, moved)

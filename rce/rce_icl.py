@@ -52,7 +52,6 @@ from datetime import datetime, timedelta
 from functools import partial
 from itertools import chain, starmap
 from pathlib import Path
-from pickle import UnpicklingError
 from types import SimpleNamespace
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
@@ -319,7 +318,9 @@ class ICLTrainer:
             self.optimizer = torch.optim.AdamW(self.policy.parameters(), weight_decay=WEIGHT_DECAY)
             if self.run.checkpoint:
                 self.load_state(self.run.checkpoint)
-        except (OSError, ValueError, RuntimeError, LookupError, EOFError, UnpicklingError) as error:
+        except Exception as error:  # the libraries raise many types
+            if isinstance(error, (TypeError, AttributeError, NameError)):
+                raise  # a mistake in the program
             names = f"READER={READER}, EMBEDDING={EMBEDDING} or RESUME={self.run.checkpoint} cannot be loaded"
             raise UserError(f"{names} ({type(error).__name__}: {first_line(error)})") from error
         for questions in self.splits.values():
@@ -659,7 +660,7 @@ class ICLTrainer:
         with atomic_folder(folder) as tmp:
             torch.save(saved, tmp / "training_state.pt")
         for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
-            shutil.rmtree(old)
+            shutil.rmtree(old.rename(f"{old}.tmp"))  # what a kill leaves of it is no checkpoint
         draw_grid(self.run.folder, "training_metrics_detailed.png", self.state.rules)
         draw_grid(self.run.folder, "rce_icl_metrics_with_entropy.png", self.state.rules, PANELS)
 
@@ -1161,6 +1162,8 @@ class Run:
             self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         self.lock.acquire(timeout=0)  # a second train() has to take it again
         self.compare(state, is_complete)
+        for half in self.folder.glob("step_*.tmp"):  # a kill may leave some
+            shutil.rmtree(half)
         now = f"{datetime.now():%Y%m%d_%H%M%S_%f}"
         self.move_old_files(state, Path(f"{self.folder}_old_{now}"))
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -1217,7 +1220,7 @@ class Run:
             names = "candidates.jsonl test_*.jsonl best/policy rce/policy eval_test.json training_config.json"
             for pattern in f"logs/*.jsonl logs/training_*.log *_metrics_*.png {names}".split():
                 stale += self.folder.glob(pattern)
-        for path in stale:
+        for path in sorted(stale, key=config.__eq__):  # it goes last: a start without it moves nothing
             moved = target / path.relative_to(self.folder)
             moved.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(path, moved)

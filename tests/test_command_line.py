@@ -36,7 +36,7 @@ def test_a_file_holds_arguments(grpo, tmp_path, monkeypatch):
     assert grpo.OUTPUT_DIR == "/home/someone/run"
 
 
-WRONG = {"GROUPSIZE=4": "GROUP_SIZE", "learning_rate=1": "LEARNING_RATE", "GROUP_SIZE=2.5": "GROUP_SIZE"}
+WRONG = {"GROUPSIZE=4": "GROUPSIZE=4", "learning_rate=1": "KEY=VALUE", "GROUP_SIZE=2.5": "GROUP_SIZE"}
 WRONG |= {"GROUP_SIZE=two": "GROUP_SIZE", "USE_WANDB=yes": "USE_WANDB", "MAX_STEPS=": "MAX_STEPS"}
 WRONG |= {"--help-me": "KEY=VALUE"}
 

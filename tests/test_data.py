@@ -129,7 +129,11 @@ BAD = {
     "an array of texts": ('["a", "b"]', "jsonl", "data:1"),
     "half an emoji": (GOOD + r'{"question": "a \ud83d", "answer": "1"}', "jsonl", "data:2"),
     "a prompt that is null": (GOOD + '{"question": null, "answer": "1"}', "jsonl", "data:2"),
-    "a record as answer": (GOOD + '{"question": "a", "answer": {"x": "1"}}', "jsonl", "data:2.*record"),
+    "a record as answer": (
+        GOOD + '{"question": "a", "answer": {"x": "1"}}',
+        "jsonl",
+        "data:2.*no text, number",
+    ),
     "a comma too many": ("question,answer\na,1\nb, c,2\n", "csv", "data:2.*more fields"),
     "a quote that is not closed": ('question,answer\n"a,1\nb,2\n', "csv", "data"),
     "no parquet": ("question,answer\na,1\n", "parquet", "data"),
