@@ -157,7 +157,7 @@ def test_what_cannot_be_scored_is_one_line(tmp_path):
         ((tmp_path / "step_9",), "holds no policy"),
         (("no/model",), "no/model"),
         ((tmp_path,), "holds no policy"),
-        ((policy, "MAX_NEW_TOKEN=5"), "MAX_NEW_TOKENS"),
+        ((policy, "MAX_NEW_TOKEN=5"), "MAX_NEW_TOKEN=5"),
         ((policy, "EVAL_DATASETS=[]"), "EVAL_DATASETS"),
         ((policy, "ACCURACY_FUNCTION=rouge_l", "MAX_EVAL_PROMPTS=2"), "0 or 1"),
     ):
