@@ -223,7 +223,7 @@ def main(path, *words):
         print(f"{policy}: {len(rows)} prompts, by {module.ACCURACY_FUNCTION}; writing to {out}", flush=True)
         results = evaluate(module, trainer, rows, samples, out)
     except (rewards.UserError, OSError) as error:
-        print(f"evaluate.py: {path}, a run, model or hub name: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"evaluate.py {path}: {str(error).splitlines()[0]}", file=sys.stderr)
         sys.exit(2)
     for name, values in results.items():
         print("{:14} {:.3f}  ({:.3f} to {:.3f})".format(name, *interval(values)))
