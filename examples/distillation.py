@@ -21,6 +21,15 @@ import torch
 
 
 class DistillationTrainer(grpo.GRPOTrainer):
+    def load_models(self, checkpoint):
+        teacher = grpo.REFERENCE_MODEL
+        if not teacher:
+            raise grpo.UserError("distillation.py needs REFERENCE_MODEL, the teacher")
+        super().load_models(checkpoint)
+        tokenizer = grpo.transformers.AutoTokenizer.from_pretrained(teacher)
+        if tokenizer.get_vocab() != self.tokenizer.get_vocab():
+            raise grpo.UserError(f"the teacher {teacher} has another tokenizer than ACTOR_MODEL")
+
     def compute_advantages(self, batch):
         super().compute_advantages(batch)
         batch.advantages = torch.zeros_like(batch.advantages)

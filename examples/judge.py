@@ -1,10 +1,10 @@
 """A judge over HTTP: another model grades each response (GRPO).
 
-Shows a reward function that waits for a server: it asks about many responses at once, in threads, and keeps
-their order. The server speaks OpenAI's protocol (vLLM, SGLang, llama.cpp, a provider). A call that fails is
-tried three times; then the run ends, and can be resumed.
+Adds ("judge", judge, 0.2) to the rewards that the constants name. Asks an OpenAI-like server (vLLM, SGLang,
+llama.cpp, a provider) about many responses at once. The judge needs memory of its own: another GPU, another
+machine, or a provider. A call that fails is tried three times; then the run ends, and can be resumed.
 
-Change: JUDGE_URL, JUDGE_MODEL and JUDGE_KEY in the environment; the question ASK; how a grade is read.
+Change: JUDGE_URL, JUDGE_MODEL, JUDGE_KEY in the environment; the question ASK; the weight at the end.
 
     vllm serve Qwen/Qwen2.5-7B-Instruct --served-model-name judge          # on a GPU, for example
     JUDGE_URL=http://127.0.0.1:8000/v1/chat/completions python examples/judge.py MAX_EVAL_PROMPTS=20
@@ -19,49 +19,55 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
+from urllib.error import HTTPError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "grpo"))
 import grpo
 
 URL = os.environ.get("JUDGE_URL", "http://127.0.0.1:8000/v1/chat/completions")
-MODEL = os.environ.get("JUDGE_MODEL", "judge")
 HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ.get("JUDGE_KEY", "")}
+# Some servers want max_completion_tokens and no temperature
+OPTIONS = {"model": os.environ.get("JUDGE_MODEL", "judge"), "temperature": 0, "max_tokens": 1024}
 ASK = """Question: {}
 Response: {}
 Reference answer: {}
-Grade the response from 0 to 10. Write a number only."""
+Grade the response from 0 to 10. End with the grade, a number only."""
 WAITS = [0, 1, 4]  # seconds before each try
-THREADS = 32  # calls at a time
 
 
 def ask(text):
-    """Returns the text of the judge's reply."""
-    messages = [{"role": "user", "content": text}]
-    body = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 8}
+    body = {**OPTIONS, "messages": [{"role": "user", "content": text}]}
     request = urllib.request.Request(URL, json.dumps(body).encode(), HEADERS)
     with urllib.request.urlopen(request, timeout=60) as reply:
-        return json.load(reply)["choices"][0]["message"]["content"]
+        return json.load(reply)["choices"][0]["message"]["content"] or ""
 
 
 def grade(prompt, response, answer):
-    """Returns the judge's grade of one response, 0 to 1; a reply without a number is 0."""
+    """Returns the judge's grade, 0 to 1: the last number of its reply, or 0 if there is none."""
     for wait in WAITS:
         time.sleep(wait)
         try:
-            found = re.search(r"\d+", ask(ASK.format(prompt, response, answer)))
-            return min(10, int(found[0])) / 10 if found else 0.0
-        # No reply, or a wrong one
+            reply = re.sub(r"(/|of) ?10\b", "", ask(ASK.format(prompt, response, answer)))  # of "7/10"
+            return min(10.0, float(re.findall(r"\d+(?:\.\d+)?", "0 " + reply)[-1])) / 10
+        except HTTPError as error:
+            fault = f"{error}: {' '.join(error.read().decode(errors='replace').split()):.150}"
         except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
-            fault = error
+            fault = error  # no reply, or one of another form
     raise grpo.UserError(f"JUDGE_URL = {URL}: no judge replies ({fault}); start a server, then go on")
 
 
 def judge(prompts, responses, answers):
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(max_workers=32) as pool:  # calls at a time
         return list(pool.map(grade, prompts, responses, answers))
 
 
-grpo.REWARD_FUNCTIONS = [(judge, 1.0)]
+class JudgeTrainer(grpo.GRPOTrainer):
+    def __init__(self, resume_from_checkpoint=None):
+        super().__init__(resume_from_checkpoint)  # reads the constants
+        self.reward_functions.append(("judge", judge, 0.2))
+
+
+grpo.GRPOTrainer = JudgeTrainer
 grpo.OUTPUT_DIR = f"{grpo.ROOT}/checkpoints/judge"
 
 if __name__ == "__main__":

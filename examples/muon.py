@@ -1,10 +1,10 @@
 """Another optimizer: Muon for the matrices, AdamW for everything else (GRPO).
 
-Replaces make_optimizer(). A trainer wants one optimizer per model with one group of parameters: it clips the
-gradients of that group and sets its learning rate. MuonAndAdamW is such an optimizer. It hands its parameters
-to two of PyTorch, which keep their state in its own, and so in the checkpoint. Muon moves a matrix by its
-orthogonalised momentum (kellerjordan.github.io/posts/muon); embeddings, the head, biases and norms stay with
-AdamW. "match_rms_adamw" gives Muon's steps the size of AdamW's (2502.16982).
+Replaces make_optimizer(). A trainer wants one optimizer per model: it clips gradients and sets the learning
+rate. MuonAndAdamW is such an optimizer, with one group of parameters. It hands these to two of PyTorch, which
+keep their state in its own, and so in the checkpoint. Muon moves a matrix by its orthogonalised momentum
+(kellerjordan.github.io/posts/muon); embeddings, the head, biases and norms stay with AdamW. "match_rms_adamw"
+gives Muon's steps the size of AdamW's (2502.16982).
 
 Change: which parameters go where, and the optimizers.
 

@@ -1,8 +1,9 @@
 """A reward of your own: functions that see responses and return one number for each (GRPO).
 
-Shows two functions beside `exact_answer`, which is in rewards/. A function gets three lists of one length:
-prompts, responses (texts) and answers (None where the data has none). The score is the sum of weight * value.
-The mean of each function is logged under its name. A function of weight 0 is only logged: it is a metric.
+Adds two functions to those of REWARD_FUNCTIONS, by default `exact_answer` of rewards/. A function gets three
+lists of one length: prompts, responses (texts) and answers (None where the data has none). The score is the
+sum of weight * value. The mean of each function is logged under its name. A function of weight 0 is only
+logged: it is a metric.
 
 Change: the functions and their weights. A further parameter of a function gets the column of the data that
 has its name, or `response_ids`, the token ids. For a function that waits for a server see judge.py.
@@ -36,7 +37,15 @@ def as_many_lines(prompts, responses, answers, solution):
     return [float(r.count("\n") == s.count("\n")) for r, s in zip(responses, solution)]
 
 
-grpo.REWARD_FUNCTIONS = [("exact_answer", 1.0), (right_steps, 0.3), (as_many_lines, 0.0)]
+class OwnRewardTrainer(grpo.GRPOTrainer):
+    def __init__(self, resume_from_checkpoint=None):
+        super().__init__(resume_from_checkpoint)
+        # Here the arguments have been read: no recipe removes what is added
+        self.reward_functions.append(("right_steps", right_steps, 0.3))
+        self.reward_functions.append(("as_many_lines", as_many_lines, 0.0))
+
+
+grpo.GRPOTrainer = OwnRewardTrainer
 grpo.OUTPUT_DIR = f"{grpo.ROOT}/checkpoints/own_reward"
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ estimate of KL(server || trainer) in nats per token: far above 1e-2, the server 
 Change: VLLM_URL in the environment, CAP, the settings of ask().
 
 Not kept: exact resume (the server draws its own random numbers), entropies (the metric is 0), an edited
-sampling_logprobs(), LORA_RANK, several processes. It was tested against a stand-in for the server.
+sampling_logprobs(). Refused: LORA_RANK, several processes. It was tested against a stand-in for the server.
 
     VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --served-model-name policy --logprobs-mode processed_logprobs
     VLLM_URL=http://localhost:8000 python examples/vllm_server.py ACTOR_MODEL=FOLDER
@@ -43,14 +43,8 @@ def generate(model, prompts, uniform, end_ids):
     """Returns what grpo.generate() returns, but the entropies are 0, and `uniform` is not used."""
     temperature = 0.0 if uniform is None else grpo.TEMPERATURE
     options = {"model": "policy", "max_tokens": grpo.MAX_NEW_TOKENS, "stop_token_ids": end_ids}
-    options |= {
-        "temperature": temperature,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-    }
-    options |= {"logprobs": 0, "return_token_ids": True}
+    options |= {"temperature": temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    options |= {"repetition_penalty": 1.0, "logprobs": 0, "return_token_ids": True}
 
     def ask(prompt):
         return post("/v1/completions", prompt=prompt, **options)["choices"][0]
@@ -67,6 +61,11 @@ def generate(model, prompts, uniform, end_ids):
 
 class VLLMTrainer(grpo.GRPOTrainer):
     is_served = False  # whether the server has the weights of self.actor
+
+    def __init__(self, resume_from_checkpoint=None):
+        if grpo.LORA_RANK or grpo.world_size > 1:
+            raise grpo.UserError("vllm_server.py needs LORA_RANK=0 and one process")
+        super().__init__(resume_from_checkpoint)
 
     def respond(self, rows, uniform):
         if not self.is_served:

@@ -70,8 +70,7 @@ def test_a_function_in_the_file_of_the_trainer_decides(tmp_path):
     own = "\ndef own(prompts, responses, answers):\n    return [1.0] * len(responses)\n"
     (tmp_path / "mine.py").write_text((ROOT / "grpo/grpo.py").read_text() + own)
     config = {"file": str(tmp_path / "mine.py"), "constants": {"ACCURACY_FUNCTION": "own"}}
-    (tmp_path / "training_config.json").write_text(json.dumps(config))
-    module = TOOL.load_trainer(tmp_path)
+    module = TOOL.load_trainer(config)
     assert TOOL.make_sampler(module, TINY / "policy").accuracy_function is module.own
 
 
@@ -101,14 +100,64 @@ def test_pass_at_k_and_intervals_by_hand():
     assert TOOL.interval([0, 0.5, 1, 0.5]) == pytest.approx((0.5, 0.2152, 0.7848), abs=1e-4)  # as 4 of 8
 
 
+def write_config(run, **facts):
+    run.mkdir(exist_ok=True)
+    facts = {"file": str(ROOT / "grpo/grpo.py"), "constants": {"ACCURACY_FUNCTION": "last_number"}, **facts}
+    (run / "training_config.json").write_text(json.dumps(facts))
+
+
+def test_a_run_of_another_machine_takes_the_trainer_and_the_data_of_this_repository(capsys):
+    data = [
+        {"path": "/other/rlhf/data/tiny/test.jsonl"},
+        {"path": "{ROOT}/q.jsonl"},
+        {"path": "/home/q.jsonl"},
+    ]
+    config = {"file": "/other/rlhf/grpo/grpo.py", "root": "/other/rlhf", "constants": {"EVAL_DATASETS": data}}
+    module = TOOL.load_trainer(config)
+    paths = [f"{ROOT}/data/tiny/test.jsonl", f"{ROOT}/q.jsonl", "/home/q.jsonl"]
+    assert module.ROOT == ROOT and [spec["path"] for spec in module.EVAL_DATASETS] == paths
+    assert "/other/rlhf/grpo/grpo.py is not on this machine" in capsys.readouterr().out
+
+
+def test_a_run_of_an_example_is_said_to_be_evaluated_without_it(capsys):
+    config = {"file": str(ROOT / "grpo/grpo.py"), "program": "/x/turns.py", "constants": {}}
+    TOOL.load_trainer(config)
+    assert "by grpo.py alone, without the changes of /x/turns.py" in capsys.readouterr().out
+    TOOL.load_trainer({**config, "program": config["file"]})
+    assert capsys.readouterr().out == ""
+
+
+def test_an_adapter_outside_its_run_is_put_on_the_model_that_its_config_names(tmp_path):
+    module = load("grpo/grpo.py", LORA_RANK=2, LORA_ALPHA=8.0)
+    causal = module.transformers.AutoModelForCausalLM
+    trained = module.load_trained(causal, str(TINY / "policy"), None)
+    for name, parameter in trained.named_parameters():
+        parameter.data += 0.1 * ("lora" in name)
+    trained.save_pretrained(tmp_path)
+    loaded = TOOL.load_policy(load("grpo/grpo.py", ACTOR_MODEL=TOOL.base_of(tmp_path)), tmp_path)
+    ids = module.torch.arange(9).unsqueeze(0)
+    assert module.torch.equal(loaded(ids).logits, trained(ids).logits)
+
+
+def test_rows_of_pairs_become_prompts_without_what_grpo_does_not_know():
+    pairs = {"path": "p.csv", "type": "csv", "prompt": "q", "chosen": "c", "rejected": "r", "output": "a"}
+    prompts = {"path": "p.csv", "type": "csv", "input": "q", "output": "a"}
+    assert TOOL.prompts_of([pairs, {"path": "c.csv", "type": "csv", "messages": "m"}]) == [prompts]
+
+
 def test_what_cannot_be_scored_is_one_line(tmp_path):
-    (tmp_path / "training_config.json").touch()
     policy = TINY / "policy"
+    write_config(tmp_path)
+    for name in ("grpo_rec", "reward_model"):
+        write_config(tmp_path / name, file=f"/x/{name}.py", constants={})
     for words, said in (
+        *((("no/model", f"SAMPLES={count}"), f"SAMPLES={count}") for count in (0, -2, "abc")),
+        ((tmp_path / "grpo_rec",), "grpo_rec.py trained it"),
+        ((tmp_path / "reward_model",), "reward_model.py trained it"),
         ((tmp_path / "step_9",), "holds no policy"),
         (("no/model",), "no/model"),
         ((tmp_path,), "holds no policy"),
-        ((policy, "MAX_NEW_TOKEN=5"), "MAX_NEW_TOKENS"),
+        ((policy, "MAX_NEW_TOKEN=5"), "MAX_NEW_TOKEN=5"),
         ((policy, "EVAL_DATASETS=[]"), "EVAL_DATASETS"),
         ((policy, "ACCURACY_FUNCTION=rouge_l", "MAX_EVAL_PROMPTS=2"), "0 or 1"),
     ):

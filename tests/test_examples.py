@@ -5,7 +5,9 @@ import io
 import json
 import shutil
 import sys
+import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -47,10 +49,12 @@ def example(tmp_path, monkeypatch):
     return run
 
 
-def test_own_reward(example):
-    _, (step,) = example("own_reward").train()
+@pytest.mark.parametrize("rewards", [[("exact_answer", 1.0)], [("last_number", 1.0)]])
+def test_own_reward_adds_to_the_rewards_of_the_constants(example, rewards):
+    _, (step,) = example("own_reward", REWARD_FUNCTIONS=rewards).train()
     assert step["reward/right_steps"] > 0 and 0 < step["reward/as_many_lines"] < 1
-    assert step["reward"] == pytest.approx(step["reward/exact_answer"] + 0.3 * step["reward/right_steps"])
+    of_constants = step[f"reward/{rewards[0][0]}"]
+    assert step["reward"] == pytest.approx(of_constants + 0.3 * step["reward/right_steps"])
 
 
 def test_token_rewards(example):
@@ -66,20 +70,47 @@ def test_token_rewards(example):
     assert rewards.any() and torch.allclose(batch.raw_advantages, rewards + scores)
 
 
-def test_judge(example, monkeypatch):
-    replies = iter([None, *range(12), *range(16)])  # None: an error
+def reply_of_a_judge(content):
+    return io.BytesIO(json.dumps({"choices": [{"message": {"content": content}}]}).encode())
+
+
+def test_judge_adds_to_the_rewards_of_the_constants(example, monkeypatch):
+    grades = iter([None, *range(12), *range(16)])  # None: an error
 
     def urlopen(request, timeout):
         assert "Reference answer: " in json.loads(request.data)["messages"][0]["content"]
-        if (grade := next(replies)) is None:
+        if (number := next(grades)) is None:
             raise OSError("busy")
-        return io.BytesIO(json.dumps({"choices": [{"message": {"content": f"{grade} of 10"}}]}).encode())
+        return reply_of_a_judge(f"{number} of 10")
 
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
-    module = example("judge")
-    module.WAITS, module.THREADS = [0, 0], 1
+    module = example("judge", REWARD_FUNCTIONS=[("last_number", 1.0)])
+    module.WAITS = [0, 0]
+    monkeypatch.setattr(module, "ThreadPoolExecutor", lambda max_workers: ThreadPoolExecutor(1))
     assert module.judge("q" * 12, "r" * 12, "a" * 12) == [min(10, i) / 10 for i in range(12)]
-    assert module.train()[1][0]["reward"] == pytest.approx((sum(range(10)) / 10 + 6) / 16)
+    (step,) = module.train()[1]
+    assert step["reward/judge"] == pytest.approx((sum(range(10)) / 10 + 6) / 16)
+    assert step["reward"] == pytest.approx(step["reward/last_number"] + 0.2 * step["reward/judge"])
+
+
+def test_the_grade_of_a_judge_is_the_last_number_of_its_reply(example, monkeypatch):
+    module = example("judge")
+    replies = {"<think>2 + 2 = 4</think> 7": 0.7, "7/10": 0.7, "8.5 out of 10.": 0.85, "10": 1.0, "25": 1.0}
+    for content, value in {**replies, "": 0.0, None: 0.0, "good": 0.0}.items():
+        monkeypatch.setattr(urllib.request, "urlopen", lambda *args, **options: reply_of_a_judge(content))
+        assert module.grade("q", "r", "a") == pytest.approx(value)
+
+
+def test_what_the_server_of_a_judge_refuses_is_shown(example, monkeypatch):
+    def refuse(request, timeout):
+        text = io.BytesIO(b'{\n  "error": "max_tokens is not supported"\n}')
+        raise urllib.error.HTTPError(module.URL, 400, "Bad Request", {}, text)
+
+    module = example("judge")
+    module.WAITS = [0]
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    with pytest.raises(ValueError, match=r'Bad Request: \{ "error": "max_tokens is not supported" \}'):
+        module.grade("q", "r", "a")
 
 
 def test_custom_loss(example):
@@ -104,6 +135,13 @@ def test_curriculum_and_distillation(example):
     _, (first, second) = module.train(trainer)
     assert first["policy_loss"] == first["advantage_abs"] == 0 < first["policy_grad_norm"]
     assert second["kl"] < first["kl"]
+    with pytest.raises(ValueError, match="needs REFERENCE_MODEL"):
+        example("distillation", REFERENCE_MODEL=None).make()
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(example, chat_policy):
+    with pytest.raises(ValueError, match="another tokenizer"):
+        example("distillation", REFERENCE_MODEL=chat_policy()).make()
 
 
 @pytest.mark.parametrize("path", [GRPO, PPO])
@@ -134,13 +172,15 @@ def test_muon_and_offloaded_adamw(example):
     trainer.optimizers["policy"].move_state = lambda parameter, device: moves.append(str(device))
     trainer.train()
     assert len(moves) == 2 * len(list(trainer.actor.parameters()))  # to the device and back
-    plain, _ = example("own_reward", REWARD_FUNCTIONS=BY_LENGTH).train()
+    module = example("custom_loss", REWARD_FUNCTIONS=BY_LENGTH)
+    module.POSITIVE_WEIGHT = 1.0
+    plain, _ = module.train()
     assert all(map(torch.equal, trainer.actor.parameters(), plain.actor.parameters()))
 
 
 def test_vllm_server(example):
     module = example("vllm_server", MAX_STEPS=2, REWARD_FUNCTIONS=BY_LENGTH)
-    sampler = example("own_reward").make()  # the server, which rounds otherwise
+    sampler = example("custom_loss").make()  # the server, which rounds otherwise
     paths = []
 
     def post(path, prompt=None, **request):
@@ -160,6 +200,8 @@ def test_vllm_server(example):
     trainer.compute_advantages(batch)
     plain = module.script.group_advantages(batch.scores)
     assert torch.allclose(batch.advantages[:, 0], 1.01005 * plain, atol=1e-3)  # exp(0.01)
+    with pytest.raises(ValueError, match="LORA_RANK=0"):
+        example("vllm_server", LORA_RANK=2).make()
 
 
 @pytest.mark.parametrize("path", [GRPO, PPO])

@@ -3,6 +3,7 @@ local rows of the same columns. Its figure for memory is the one that memory() c
 
 import math
 import re
+import sys
 
 import pytest
 import transformers
@@ -72,10 +73,13 @@ def judge(function, prompts, responses, *others):
 
 def train(recipe, monkeypatch):
     text = (ROOT / "recipes" / recipe).read_text()
-    module = load(re.search(rf"python (\S+) @recipes/{recipe}\n", text)[1])
+    path = re.search(rf"python (\S+) @recipes/{recipe}\n", text)[1]
+    monkeypatch.setattr(sys, "argv", [path])  # {file} of OUTPUT_DIR
+    module = load(path)
     module.apply_overrides([f"@{ROOT}/recipes/{recipe}"])
     assert memory(module.constants()) in text
     if "gsm8k" in recipe:
+        assert f"python tools/evaluate.py {module.OUTPUT_DIR} @recipes/gsm8k_test.txt" in text
         module.apply_overrides([f"@{ROOT}/recipes/gsm8k_test.txt"])
     module.apply_overrides(word for word in SHORT.split() if word.split("=")[0] in module.constants())
     monkeypatch.setattr(module, "read_records", lambda spec: PAIRS if "ultra" in spec["path"] else PROBLEMS)

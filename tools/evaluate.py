@@ -6,8 +6,10 @@
 
 A run of ppo.py, grpo.py, rce.py, sft.py or dpo.py has its constants in training_config.json: data, template,
 lengths and the function that decides are those of the run; KEY=VALUE changes one. Its trainer is imported,
-for sft.py, dpo.py and a model of the hub grpo.py. SAMPLES (8) responses to each prompt are sampled. Every one
-goes to OUT, a .jsonl file: evaluation_NAME.jsonl in the run (NAME is best or step_N), evaluation.jsonl here.
+for sft.py, dpo.py and a model of the hub grpo.py. If the run comes from another machine, the trainer and the
+data of this repository are taken. An adapter outside a run is put on the model that its config names.
+SAMPLES (8) responses to each prompt are sampled. Every one goes to OUT, a .jsonl file: evaluation_NAME.jsonl
+in the run (NAME is best or step_N), evaluation.jsonl here.
 
     pass@k      1 - C(n - c, k) / C(n, k): one of k samples is correct, where c of n were (2107.03374)
     majority@n  the answer that most of the n samples agree with is correct (2203.11171). Two agree if the
@@ -25,20 +27,33 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[1]
+TRAINERS = ("ppo.py", "grpo.py", "rce.py", "sft.py", "dpo.py")
 sys.path.insert(0, str(ROOT))
 import rewards  # noqa: E402
 
 
-def find_policy(path):
-    """Returns the run that a path belongs to, or None, and the policy: a folder, or a name on the hub."""
+def find_run(path):
+    """Returns the run that a path belongs to, or None, and what its training_config.json holds."""
     folder = Path(path).absolute()
-    run = next((run for run in (folder, *folder.parents) if (run / "training_config.json").exists()), None)
+    for run in (folder, *folder.parents):
+        if (run / "training_config.json").exists():
+            config = json.loads((run / "training_config.json").read_text())
+            if "ACCURACY_FUNCTION" not in config["constants"]:
+                name = Path(config["file"]).name
+                raise rewards.UserError(f"{name} trained it: runs of {', '.join(TRAINERS)} can be scored")
+            return run, config
+    return None, {"file": str(ROOT / "grpo/grpo.py"), "constants": {}}
+
+
+def find_policy(path, run):
+    """Returns the policy: a folder, or a name on the hub."""
+    folder = Path(path).absolute()
     for policy in (folder / "best/policy", folder / "policy", folder):
         if (policy / "config.json").exists() or (policy / "adapter_config.json").exists():
-            return run, policy
+            return policy
     if run or folder.is_dir():
         raise rewards.UserError("it holds no policy: name a run, or best or step_N in one")
-    return None, path
+    return path
 
 
 def import_file(path):
@@ -48,24 +63,58 @@ def import_file(path):
     return module
 
 
-def load_trainer(run):
+def load_trainer(config):
     """Returns the module of a trainer that samples, with the constants of the run."""
-    if run is None:
-        return import_file(ROOT / "grpo/grpo.py")
-    config = json.loads((run / "training_config.json").read_text())
-    module, constants = import_file(config["file"]), config["constants"]
+    file = Path(config["file"])
+    root = config.get("root", file.parent.parent)  # of the repository that trained
+    of_this_name = next(ROOT.glob(f"*/{file.name}"), None)
+    if of_this_name and not file.exists():  # the run was copied from another machine
+        print(f"{file} is not on this machine: {of_this_name} and data of {ROOT} are taken")
+        file = of_this_name
+    if Path(config.get("program", file)).name != file.name:
+        print(f"The run is evaluated by {file.name} alone, without the changes of {config['program']}")
+    module = import_file(file)
+    text = json.dumps(config["constants"])
+    for old_root in ("{ROOT}", root):
+        text = text.replace(f'"{old_root}/', f'"{module.ROOT}/')
+    constants = json.loads(text)
     if not hasattr(module, "sampling_logprobs"):  # sft.py, dpo.py
         module = import_file(ROOT / "grpo/grpo.py")
         constants["BATCH_SIZE"] = constants["EVAL_BATCH_SIZE"]
         constants["MAX_PROMPT_TOKENS"] = constants["MAX_TOKENS"]
         constants["MAX_EVAL_PROMPTS"] = constants.get("MAX_EVAL_ROWS", constants.get("MAX_EVAL_PAIRS"))
-        specs = [{"input": spec.get("prompt"), **spec} for spec in constants["EVAL_DATASETS"]]
-        # Whole chats have no gold answers, and grpo.py shows no tools
-        constants["EVAL_DATASETS"] = [spec for spec in specs if spec["input"] and "tools" not in spec]
+        constants["EVAL_DATASETS"] = prompts_of(constants["EVAL_DATASETS"])
     for name in constants.keys() & module.constants().keys():
         if name != "ACCURACY_FUNCTION" or constants[name]:  # sft.py: None
             setattr(module, name, constants[name])
     return module
+
+
+def prompts_of(specs):
+    """Returns what grpo.py can read of the data sets of sft.py and dpo.py. Whole chats have no gold answers,
+    and grpo.py shows no tools."""
+    found = []
+    for spec in specs:
+        spec = {"input": spec.get("prompt"), **spec}
+        if spec["input"] and "tools" not in spec:
+            keys = ("path", "type", "name", "split", "input", "output")
+            found.append({key: spec[key] for key in keys if key in spec})
+    return found
+
+
+def base_of(policy):
+    """Returns the model that an adapter belongs to; of a whole model its own name."""
+    adapter = Path(policy) / "adapter_config.json"
+    return json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.exists() else str(policy)
+
+
+def load_policy(module, policy):
+    causal = module.transformers.AutoModelForCausalLM
+    if not (Path(policy) / "adapter_config.json").exists():
+        return module.load_model(causal, policy)
+    import peft  # slow
+
+    return peft.PeftModel.from_pretrained(module.load_model(causal, module.ACTOR_MODEL), policy).eval()
 
 
 def make_sampler(module, policy):
@@ -74,13 +123,8 @@ def make_sampler(module, policy):
     trainer = trainer_class.__new__(trainer_class)
     trainer.device = module.join_processes()
     module.transformers.utils.logging.disable_progress_bar()
-    causal = module.transformers.AutoModelForCausalLM
     trainer.tokenizer = module.transformers.AutoTokenizer.from_pretrained(policy)
-    if (Path(policy) / "adapter_config.json").exists():
-        trainer.actor = module.load_trained(causal, module.ACTOR_MODEL, Path(policy))
-    else:
-        trainer.actor = module.load_model(causal, policy)
-    trainer.actor.to(trainer.device)
+    trainer.actor = load_policy(module, policy).to(trainer.device)
     trainer.end_ids = module.find_end_ids(trainer.actor, trainer.tokenizer)
     name = module.ACCURACY_FUNCTION  # of the trainer's file or in rewards/
     trainer.accuracy_function = rewards.find_function(vars(module).get(name, name))
@@ -152,22 +196,34 @@ def write(file, kind, trainer, batch):
     return verdicts
 
 
+def number_of_samples(text):
+    if not text.isdecimal() or int(text) == 0:
+        raise rewards.UserError(f"SAMPLES={text} is not a number from 1 on")
+    return int(text)
+
+
 def main(path, *words):
     options = dict(word.split("=", 1) for word in words if word.startswith(("SAMPLES=", "OUT=")))
     try:
-        run, policy = find_policy(path)
-        module = load_trainer(run)
+        samples = number_of_samples(options.get("SAMPLES", "8"))
+        run, config = find_run(path)
+        policy = find_policy(path, run)
+        module = load_trainer(config)
+        if not run:
+            module.ACTOR_MODEL = base_of(policy)
         module.apply_overrides(word for word in words if word.split("=")[0] not in options)
         trainer = make_sampler(module, policy)
-        rows = module.load_rows(module.EVAL_DATASETS, trainer.tokenizer)[: module.MAX_EVAL_PROMPTS]
+        rows = []
+        for spec in module.EVAL_DATASETS:
+            rows += module.load_rows([spec], trainer.tokenizer)[: module.MAX_EVAL_PROMPTS]
         if not rows or None in module.column(rows, "answer"):
             raise rewards.UserError("EVAL_DATASETS gives no rows with answers: name output in each")
         default = run / f"evaluation_{policy.parent.name}.jsonl" if run else "evaluation.jsonl"
         out = options.get("OUT", default)
         print(f"{policy}: {len(rows)} prompts, by {module.ACCURACY_FUNCTION}; writing to {out}", flush=True)
-        results = evaluate(module, trainer, rows, int(options.get("SAMPLES", 8)), out)
+        results = evaluate(module, trainer, rows, samples, out)
     except (rewards.UserError, OSError) as error:
-        print(f"evaluate.py: {path}, a run, model or hub name: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"evaluate.py {path}: {str(error).splitlines()[0]}", file=sys.stderr)
         sys.exit(2)
     for name, values in results.items():
         print("{:14} {:.3f}  ({:.3f} to {:.3f})".format(name, *interval(values)))
