@@ -8,14 +8,15 @@ A prompt that is a chat is a list of messages. An answer is a text or a number, 
 answers, of which the best counts. It is None where the data has no answer.
 """
 
+import functools
 import inspect
-import logging
+import math
 import re
 import string
-import threading
 from collections import Counter
-from fractions import Fraction
 from types import SimpleNamespace
+
+from .answers import answers_equal, count_marks, final_answer, find_last_number
 
 # ---------------------------------------------------------------- found and called by the trainers
 
@@ -40,7 +41,35 @@ def find_function(function):
 
 
 def find_functions(specs):
-    return [(f if isinstance(f, str) else f.__name__, find_function(f), w) for f, w in specs]
+    """Returns [(name, function, weight)] of REWARD_FUNCTIONS. A name that is taken gets a number: f, f_2.
+
+    "reward_model" is taken: trainers log the score of the reward model under this name.
+    """
+    if not isinstance(specs, (list, tuple)):
+        specs = [specs]  # the error message shows it
+    found = []
+    taken = {"reward_model"}
+    for spec in specs:
+        is_pair = isinstance(spec, (list, tuple)) and len(spec) == 2
+        if not is_pair or not isinstance(spec[1], (int, float)) or not math.isfinite(spec[1]):
+            wanted = 'REWARD_FUNCTIONS = [("exact_answer", 1.0)], pairs of a function and its weight'
+            raise UserError(f"{spec!r:.100} is no reward function with a finite weight. Write {wanted}")
+        function = find_function(spec[0])
+        name = base = _name_of(function)
+        number = 1
+        while name in taken:
+            number += 1
+            name = f"{base}_{number}"
+        taken.add(name)
+        found.append((name, function, spec[1]))
+    return found
+
+
+def _name_of(function):
+    """Returns the name of a function, of the function inside a functools.partial, or of an object's type."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def call_reward(function, prompts, responses, answers, columns):
@@ -51,12 +80,15 @@ def call_reward(function, prompts, responses, answers, columns):
     """
     if not responses:  # of a process without a prompt
         return []
-    name = "the reward function " + getattr(function, "__name__", type(function).__name__)
+    name = "the reward function " + _name_of(function)
     keywords = _choose_columns(name, inspect.signature(function).parameters.values(), columns)
-    returned = _to_python(function(prompts, responses, answers, **keywords))
     values = []
-    if hasattr(returned, "__iter__") and not isinstance(returned, (dict, set)):
-        values = [_to_python(value) for value in returned]
+    try:
+        returned = _to_python(function(prompts, responses, answers, **keywords))
+        if hasattr(returned, "__iter__") and not isinstance(returned, (dict, set)):
+            values = [_to_python(value) for value in returned]
+    except SystemExit as error:  # would end the run without a word, as if it were done
+        raise RuntimeError(f"{name} called exit(). Run generated code in a process of its own") from error
 
     numbers = [float(v) for v in values if isinstance(v, (int, float)) and abs(v) < 3e38]  # float32's range
     if len(numbers) != len(values) or len(numbers) != len(responses):
@@ -91,125 +123,41 @@ def _choose_columns(name, parameters, columns):
     return keywords
 
 
-def _score_each(name, score, responses, answers):
+def _score_each(name, score, prompts, responses, answers):
     """Returns score(response, gold answer) of each row. Of several gold answers the best counts."""
     scores = []
-    for response, answer in zip(responses, answers):
+    for row, (response, answer) in enumerate(zip(responses, answers)):
         golds = _as_texts(answer)
         if not golds:
-            raise UserError(f"{name} needs the true answer of each row: set the data set's output column")
+            prompt = f"{prompts[row]!r:.100}" if row < len(prompts) else f"row {row}"
+            hint = "set the data set's output column, or leave such rows out"
+            raise UserError(f"{name} needs the true answer of each row, and {prompt} has none: {hint}")
         scores.append(max(float(score(response, gold)) for gold in golds))
     return scores
 
 
 def _as_texts(answer):
-    """Returns the one or several gold answers of a row as a list of texts."""
+    """Returns the gold answers of a row as texts, without missing ones: None, NaN and empty texts."""
     golds = answer if isinstance(answer, list) else [answer]
-    return [str(gold) for gold in golds if gold is not None]
+    return [str(gold) for gold in golds if gold is not None and str(gold).strip() not in ("", "nan")]
 
 
 # ---------------------------------------------------------------- final answers
 
-_MAX_ANSWER_CHARS = 300  # no real final answer is longer
-
-# A number with at most one word: -$1,234.50, 1/2, 1e-05, 12%, 18 dollars. "2 x" and "3 pi" are mathematics
-_QUANTITY = re.compile(
-    r"([-+]?)\s*[$€£]?\s*"
-    r"((?=\.?[0-9])(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:/[1-9][0-9]*|(?:\.[0-9]+)?(?:e[-+]?[0-9]{1,3})?))"
-    r"\s*[$€£%°]?(?:\s+((?!pi\b)[^\W\d_²³]{2,}[²³]?))?\.?\$?",
-    re.IGNORECASE,
-)
-_ANY_NUMBER = re.compile(  # the minus of "5-2" is no sign
-    r"(?:(?<![\w)])[-\u2212]\$?)?(?:[0-9](?:[0-9,./]*[0-9])?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3}\b)?"
-)
-
-# What could keep math-verify busy for hours
-_ENDLESS = re.compile(
-    r"\^(?!\s*(?:-?\w|\\[a-z]++(?!\s*[{(])|[{(](?:[^\^{}()]|\{[^\^{}]*\})*[)}]))"  # a power in an exponent
-    r"|\^\s*[{(](?:[^\d)}]*\d){4}"  # four digits in an exponent
-    r"|\^\W*\d+\W*(?:right\W*)?\^"  # a power of a power
-    r"|(?:\d{4}|[)}!])\s*!|\\(?:sum|prod|int|d?binom)(?![a-z])"  # a large factorial, a sum
-)
-
-
-def final_answer(text):
-    """Returns what stands after the last `####` or in the last `\\boxed{}`, whichever is later, or None."""
-    # MATH also writes \fbox{5} and \boxed 5
-    text = re.sub(r"\\boxed +(-?[0-9][0-9.,/]*)", r"\\boxed{\1}", text.replace("\\fbox{", "\\boxed{"))
-    _, box, content = text.rpartition("\\boxed{")
-    _, mark, line = content.rpartition("####")
-    if mark:
-        return line.split("\n", 1)[0].strip() or None
-    depth = 1
-    for end, char in enumerate(content[:_MAX_ANSWER_CHARS]):
-        depth += {"{": 1, "}": -1}.get(char, 0)
-        if box and depth == 0:
-            return content[:end].strip() or None
-    return None
-
 
 def gold_answers(answer):
     """Returns the bare gold answers of a row, a list of texts: of a solution its final answer, "" if none."""
-    bare = []
-    for text in _as_texts(answer):
-        is_marked = "####" in text or "\\boxed" in text
-        bare.append(final_answer(text) or ("" if is_marked else text))
-    return bare
-
-
-def answers_equal(answer, gold):
-    """Returns whether two final answers are the same: as texts, as numbers, or as mathematics (math-verify).
-
-    One word may follow a number: "18 dollars" is "18", and "5 million" is not "5 thousand". An answer that is
-    None or empty equals nothing.
-    """
-    if answer is None or gold is None or not answer.strip() or not gold.strip():
-        return False
-    if _without_blanks(answer) == _without_blanks(gold):
-        return True
-    if max(len(answer), len(gold)) > _MAX_ANSWER_CHARS:
-        return False
-    number, unit = _quantity(answer)
-    gold_number, gold_unit = _quantity(gold)
-    if number is not None and gold_number is not None:
-        return number == gold_number and (unit == gold_unit or "" in (unit, gold_unit))
-    if not re.search(r"[\\^{}=()+]", answer + gold) or _ENDLESS.search(f"{answer} {gold}"):
-        return False
-
-    from math_verify import parse, verify
-
-    # Its time limit is a signal, which only the main thread may set. In other threads it warns of having none
-    limit = 5 if threading.current_thread() is threading.main_thread() else None
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    formula = parse(f"${number or answer}$", parsing_timeout=limit)
-    gold_formula = parse(f"${gold_number or gold}$", parsing_timeout=limit)
-    return bool(verify(gold_formula, formula, timeout_seconds=limit))
-
-
-def _without_blanks(text):
-    """Returns a text without bold type and without blanks, except those between two digits."""
-    return re.sub(r"(?<![0-9]) | (?![0-9])", "", " ".join(text.strip("* \n").split()))
-
-
-def _quantity(text):
-    """Returns (number, unit or "") of a text that is a number and at most one word, else (None, "")."""
-    text = re.sub(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1", text)
-    text = re.sub(r"\\[!,;: ]|\\(?=[$%])", "", text).replace("\u2212", "-")
-    match = _QUANTITY.fullmatch(text.strip("* \t\n"))
-    if match is None:
-        return None, ""
-    sign, number, unit = match.groups(default="")
-    return Fraction(sign + number.replace(",", "")), unit.lower()
+    return [final_answer(text) or ("" if count_marks(text) else text) for text in _as_texts(answer)]
 
 
 def exact_answer(prompts, responses, answers):
     """1.0 where the final answer equals that of the gold text (a solution or the bare answer), else 0.0."""
-    return _match("exact_answer", final_answer, responses, answers)
+    return _match("exact_answer", final_answer, prompts, responses, answers)
 
 
 def last_number(prompts, responses, answers):
     """1.0 where the last number equals the last one of the gold text, whatever stands around, else 0.0."""
-    return _match("last_number", lambda text: [None, *_ANY_NUMBER.findall(text)][-1], responses, answers)
+    return _match("last_number", find_last_number, prompts, responses, answers)
 
 
 def answer_in(pattern):
@@ -222,7 +170,7 @@ def answer_in(pattern):
         return found and (final_answer(found) or found)
 
     def tagged_answer(prompts, responses, answers):
-        return _match("tagged_answer", read, responses, answers)
+        return _match("tagged_answer", read, prompts, responses, answers)
 
     return tagged_answer
 
@@ -230,23 +178,37 @@ def answer_in(pattern):
 tagged_answer = answer_in("(?s)<answer>((?:(?!<answer>).)*?)</answer>")
 
 
-def _match(name, read, responses, answers):
+def _match(name, read, prompts, responses, answers):
     """1.0 where `read` finds the same answer in the response and in the gold answer, else 0.0."""
 
     def is_right(response, gold):
         [bare] = gold_answers(gold)
         return answers_equal(read(response), read(bare) or bare)
 
-    return _score_each(name, is_right, responses, answers)
+    return _score_each(name, is_right, prompts, responses, answers)
 
 
 # ---------------------------------------------------------------- words, form, length
 
 
+# Punctuation that changes the meaning: of -5, 1.5, 1/2 and .5, of one letter as in C#, C++ and B-
+_MEANINGFUL = (
+    r"(?<![\w-])-(?=[$.]?[0-9])|(?<=[0-9])[./](?=[0-9])|(?<![\w.])\.(?=[0-9])|(?<=\b[a-z])[-+#]+(?!\w)"
+)
+
+
 def normalise_answer(text):
-    """Returns a text in lower case without punctuation, articles and extra blanks (hotpot_evaluate_v1.py)."""
-    text = text.lower().translate(str.maketrans("", "", string.punctuation))
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+    """Returns a text in lower case without punctuation, articles and extra blanks (hotpot_evaluate_v1.py).
+
+    Unlike there, signs and decimal points stay, and what would leave nothing is not removed: "A", "...".
+    """
+    text = text.lower()
+    words = re.sub(f"({_MEANINGFUL})|[{re.escape(string.punctuation)}]", r"\1", text)
+    without_articles = re.sub(r"\b(a|an|the)\b", " ", words)
+    for kept in (without_articles, words):
+        if kept.strip():
+            return " ".join(kept.split())
+    return text.strip()
 
 
 def em_score(response, answer):
@@ -275,17 +237,17 @@ def rouge_l_score(response, answer):
 
 def em(prompts, responses, answers):
     """Exact match of each response with its answer, 0 or 1."""
-    return _score_each("em", em_score, responses, answers)
+    return _score_each("em", em_score, prompts, responses, answers)
 
 
 def f1(prompts, responses, answers):
     """Word F1 of each response with its answer, 0 to 1."""
-    return _score_each("f1", f1_score, responses, answers)
+    return _score_each("f1", f1_score, prompts, responses, answers)
 
 
 def rouge_l(prompts, responses, answers):
     """ROUGE-L of each response with its answer, 0 to 1."""
-    return _score_each("rouge_l", rouge_l_score, responses, answers)
+    return _score_each("rouge_l", rouge_l_score, prompts, responses, answers)
 
 
 def answer_format(prompts, responses, answers):
@@ -294,8 +256,7 @@ def answer_format(prompts, responses, answers):
     for response in responses:
         _, answer, rest = response.rpartition(final_answer(response) or "\0")  # "\0": in no response
         is_end = re.fullmatch(r"(?:[.$*\s}]|\\\)|\\\]|\\end\{\w+\*?\})*", rest)
-        marks = re.findall(r"####|\\boxed|\\fbox", response)
-        scores.append(float(answer != "" and is_end is not None and len(marks) == 1))
+        scores.append(float(answer != "" and is_end is not None and count_marks(response) == 1))
     return scores
 
 

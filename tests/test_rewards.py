@@ -1,7 +1,9 @@
 """rewards/: final answers are read and compared rightly, and a trainer calls reward functions safely."""
 
+# ruff: noqa: RUF001
 import functools
 import json
+import re
 import threading
 import time
 
@@ -13,52 +15,93 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rewards import UserError, answer_format, answer_in, answers_equal, call_reward, em, exact_answer, f1
-from rewards import final_answer, find_function, gold_answers, last_number, length_penalty, rouge_l
-from rewards import tagged_answer
+from rewards import final_answer, find_function, find_functions, gold_answers, last_number, length_penalty
+from rewards import rouge_l, tagged_answer
 
 # ---------------------------------------------------------------- answers
 
-STATED = [  # (final answer, texts that state it)
-    ("7", ["3+4=7\n#### 7", "####7", "#### 7\nI hope this helps.", "Write it after ####.\n#### 7"]),
-    ("7", [r"so \boxed{7}.", r"\fbox{7}", r"$\boxed 7$", r"}}{ \boxed{7}", r"\boxed{7}, in \boxed as asked"]),
-    ("7", ["#### 6\n#### 7", "#### 6 #### 7", r"\boxed{6} \boxed{7}", r"\boxed{6} #### 7"]),
-    ("7", [r"#### 6 \boxed{7}", r"\boxed{\boxed{7}}", r"\fbox{6} \boxed{7}"]),
-    (r"\frac{1}{2}", [r"\boxed{\frac{1}{2}}", r"#### \frac{1}{2}"]),
-    (None, ["", "7", "# 7", "#### ", "####\n7", "{7}", r"\boxed{7", r"\boxed{}", r"\boxedx{7}"]),
-    (None, [r"\boxed{7} no, \boxed{8", r"\boxed{7} no, ####"]),
-]
-SAME = [  # (answer, other forms of it)
-    ("18", ["18.00", "$18", r"\$18", "$18$", "18%", "**18**", "18.", "018", "+18", "18 dollars", "18°"]),
-    ("18", [r"18\text{ dollars}", r"18\text{ cm}^2", r"18^\circ", "18 km²", r"\frac{36}{2}", r"2 \cdot 3^2"]),
-    ("-1234.5", ["-$1,234.50", "\u22121234.5", r"-1,\!234.5", "-1.2345e3"]),
-    ("0.5", [".5", "1/2", "5e-1", r"\frac{1}{2}", r"$\frac12$"]),
-    ("1e+16", ["10000000000000000", "1E16", "10,000,000,000,000,000", "10^{16}"]),
-    ("1e-05", ["0.00001", "1/100000", "10^{-5}"]),
-    ("2x+1", ["2x + 1", "1+2x", "2(x+1)-1"]),
-    ("Paris", [" Paris ", r"\text{Paris}", "**Paris**"]),
-    ("(1,2)", ["(1, 2)", r"\left(1,2\right)"]),
-]
-OTHER = [  # (answer, answers that are not it)
-    ("", ["", " ", "0", None]),
-    ("2", ["2x", "2 x", "2²", "2π", "2 pi", "2-3", "-2", "21", "two", "\u0662", "2 and a half", "2 or 3"]),
-    ("12", ["1/2", "1,2", "1 2", "1  2", "1.2", "12/0", "1,2,", "/12", "12.1.1", "11 1/2"]),
-    ("5 million", ["5 thousand", r"5\text{ thousand}", "6 million"]),
-    ("10 AM", ["10 PM", r"10\text{ PM}"]),
-    ("1e+16", ["1", "16", "1e9999"]),
-    ("Paris", ["London", "siraP", r"\text{siraP}"]),
-    ("(1,2)", ["(2,1)", "12", "[1,2]"]),
-]
-ENDLESS = ["9^{9^{9}}", "9^(9^9)", "9^{-9^9}", r"9^{\frac{9^9}{1}}", "9^{{(9)}^9}", r"9^\left(9^9\right)"]
-ENDLESS += [
-    "((9^{999})^{999})^{999}",
-    r"9^{99\cdot99\cdot99}",
-    "9^{99999999}",
-    "(x+1)^{9999}",
-    "(9!)!",
-    "9!!!",
-]
-ENDLESS += ["99999!", r"\binom{999999}{499999}", r"\sum_{n=1}^{999999} \frac{1}{n^2}", "(" * 300, "{" * 300]
-LONG = ["#", r"\boxed{", "9", "1,", "-", " ", "#### ", "<answer>x", "(", "1 ", r"\boxed 1"]
+# Tables: rows end at " || " or the end of a line, cells at " | ", and "\n" in a cell is a line break
+STATED = r"""
+7 | 3+4=7\n#### 7 | ####7 | #### 7\nI hope this helps. | Write it after ####.\n#### 7 | #### 6\n#### 7
+7 | so \boxed{7}. | \fbox{7} | $\boxed 7$ | }}{ \boxed{7} | \boxed{7}, in \boxed as asked | \boxed {7}
+7 | \boxed7 | \framebox{7} || \frac{1}{2} | \boxed{\frac{1}{2}} | #### \frac{1}{2} | \boxed\frac{1}{2}
+7 | #### 6 #### 7 | \boxed{6} \boxed{7} | \boxed{6} #### 7 | #### 6 \boxed{7} | \boxed{\boxed{7}}
+7 | ####\n7 | ####\n\n7\nso | #### 7 #### | #### 7\n\n#### Note | ## 6\n#### 7\n##### 8 | \fbox{6} \boxed{7}
+7 | \boxed{7} no, #### | \boxed{7} \boxed{ } | \boxed{7} #### **Note** | \boxed{7}\boxed{} | $\boxed{7}$. ####
+\frac{\sqrt{3}}{2} | \boxed{\frac{\sqrt{3}}{2}} | $\boxed\frac{\sqrt{3}}{2}$
+Paris | #### Paris | #### Step 1\nin France\n#### Paris | \boxed{Paris}
+None |  | 7 | # 7 | #### | {7} | \boxed{7 | \boxed{} | \boxedx{7} | \boxed{7} no, \boxed{8 | \fbox
+"""  # final answer | texts that state it
+ANSWERS = r"""
+18 | 18.00 | $18 | \$18 | $18$ | 18% | **18** | 18. | 018 | +18 | 18 dollars | 18° | != | 18 18 | 81
+18 | 18\text{ dollars} | 18\text{ cm}^2 | 18^\circ | 18 km² | \frac{36}{2} | 2 \cdot 3^2 | != | 18! | 182
+18 | 18 m | 18cm | 18\,\mathrm{m/s} | 18 метров | 18元 | 18ドル | 18 square feet | 18 TVs | != | 18m | 18万
+5 | x=5 | 5 km/h | 5 miles per hour | \textcolor{blue}{5} | \underline{5} | \[5\] | answer: 5 | != | 50
+5 | {5} | != | 4=5 | 5=4 | 5\\6 | 5! | 5:1 | \frac{5}{6} | -5 | 5+ | 0.\overline{5} | 5 thousand | 5 out of 6
+2 | \sqrt4 | != | 2x | 2 x | 2² | 2π | 2 pi | 2-3 | -2 | 21 | two | ٢ | 2 and a half | 2 or 3 | 2xy | 2α | 2m
+2 | 4/2 | != | 2 thirds | 2 halves | 2 out of 5 | 2 squared | 1/2 | 2 1/2 | 2!! | 2k | 2 dozen
+12 | 12.0 | != | 1/2 | 1,2 | 1 2 | 1  2 | 1.2 | 12/0 | 1,2, | /12 | 12.1.1 | 11 1/2
+-1234.5 | -$1,234.50 | −1234.5 | -1,\!234.5 | -1.2345e3 | – 1{,}234.5 | -\$1\,234.5 | -1 234.5 | != | 1234.5
+0.5 | .5 | 1/2 | 5e-1 | \frac{1}{2} | $\frac12$ | \frac{1}{2}\text{ cm} | {\color{red}0.5} | != | 50\%
+1e+16 | 10000000000000000 | 1E16 | 10,000,000,000,000,000 | 10^{16} | != | 1 | 16 | 1e9999
+1e-05 | 0.00001 | 1/100000 | 10^{-5} | != | 10^{-6} | 0 || 5\text{ kg} | 5kg | != | 5\text{ g}
+5 m | 5\text{ m} | 5\ \text{m} | 5m | 5~\mathrm{m} | x = 5 m | != | 5 km | 5 cm | 5\% | 5 m^2 | 5 m/s | \$5
+5\text{ km} | 5 km | 5 | != | 5\text{ m} | 5\text{ kg} | 6 km | 5 km/h || -2 | \sqrt[3]{-8} | != | \sqrt[3]{8}
+5\text{ m} | 5 m | != | 5\text{ cm} | 5\% || 3000000 | 3 million | 3 million people | != | 3
+$5 million | 5,000,000 dollars | \$5{,}000{,}000 | 5000000 | 5 million | 500万 | 0.005 billion | != | €5
+5 million | 5000000 | != | 5 | 5 thousand | 5\text{ thousand} | 6 million | 5 Millionen | 5 millionths | 5万
+10 AM | 10 | != | 10 PM | 10\text{ PM} || 50 percent | 50\% | 50 % | 50 | != | 0.5 | 50 km
+120 | 5! | \binom{10}{3} | \dbinom{16}{2} | 10 dozen | 10 dozen eggs | != | 5!! | \binom{5}{2}
+-3/2 | -1\frac{1}{2} | -1 1/2 | -\frac32 | x = -1.5 | − 1.5 | != | 1.5 | -1/2
+1.5 | 1 1/2 | 1\frac{1}{2} | 3/2 cups | != | 11/2 || 2^{2023}+1 | 1 + 2^{2023} | != | 2^{2023}-1 | 2^{2023}
+1/6 | 0.1\overline{6} | \frac{0.5}{3} | \dfrac16 | != | 0.1666666666666666666666666666666
+\frac13 | 0.\overline{3} | 1/3 | != | 0.3333333333333333333333333 | 0.3 || x=1, y=2 | y=2, x=1 | != | x=2, y=1
+\frac{1}{2^{99}} | 2^{-99} | != | \frac{1}{2^{98}} | 0 | -\frac{1}{2^{99}}
+1 - \frac{1}{\mathrm{e}} | 1-\frac{1}{e} | \frac{e-1}{e} | != | 1 + \frac{1}{\mathrm{e}} | 1-\frac{1}{e^2}
+\sqrt{2} | \frac{2}{\sqrt2} | \sqrt[3]{\sqrt{8}} | 2^{1/2} | != | 1.41421356237309504880168872 | 2 | \sqrt3
+2\pi \ln 3 | \ln(3) \cdot 2\pi | 2π ln(3) | \pi \cdot 2\ln{3} | != | 2\pi \ln 2 | 6\pi\ln
+\sin 2x | \sin2x | != | x\sin 2 | \sin 2 | 2x || x = 5 | x=5.0 | 5 | != | y = 5 | x = 6 | 5 = 4
+2x+1 | 2x + 1 | 1+2x | 2(x+1)-1 | y = 2x+1 | f(x) = 1 + 2x | \frac{4x^2-1}{2x-1} | != | 2x-1 | 2X+1 | 2y+1
+Paris | \text{Paris} | **Paris** | \underline{\text{Paris}} | (Paris) | != | London | siraP | \text{siraP}
+(1,2) | (1, 2) | \left(1,2\right) | (1,\frac{4}{2}) | != | (2,1) | 12 | [1,2] | 1,2 | (1,2,3) | [1,2)
+1,2 | 2,1 | \{1,2\} | 1 and 2 | x = 2 or x = 1 | != | 1,1,2 | 1 | 12 || 1,1,2 | 2,1,1 | != | 1,2 | 1,2,2 | 112
+[5,6) | 5 \le x < 6 | x \in [5, 6) | != | [5,6] | (5,6) || (5,6) | 5<x<6 | != | (5,7) | [5,6)
+(1,200) | (1, 200) | != | 1200 | (1200)
+"""  # an answer | other forms of it | != | answers that are not it
+CASES = r"""
+exact_answer | #### | != |  | #### | nothing | \boxed{} || last_number | 9500 | \boxed{\$9{,}500} | != | 500
+exact_answer | \boxed{} | != |  | #### | nothing | \boxed{} || last_number | 1200 | 1\,200 | != | 200
+exact_answer | so \boxed {7} | \boxed{7}\boxed{} | \fbox{7} | != | \boxed{7}\boxed{8}
+exact_answer | \boxed{7}. \n\n#### Note | \boxed{7} | != | \boxed{Note} | #### Note || f1 | -5 | -5. | != | 5
+exact_answer | so $\boxed\frac{1}{2}$ | \boxed{\frac12} | \boxed\frac12 | != | \boxed{12} | 1/2
+last_number | #### 7 | 3 + 4 = 7 apples. | 9-7 | 9 - 7 | 1–7 | 1, 7, | $7.00. | != | 7, 8 | it is -7
+last_number | -0.5 | so -1/2 | it is −.5 | -\frac{1}{2} | != | 5-0.5 | 0.5 | -1\frac{1}{2}
+last_number | 1e+16 | so 10000000000000000 | 1e16. | != | 16 | 1 || em | B | b | != |  | A | B-
+last_number | 3 | The answers are 1,2,3 | (x, 3) | != | so the answer is –3 | x = - 3 | (-3)
+last_number | -3 | x = - 3 | so −3 | is –3 | (-3) | != | 3 | 5 - 3 || em | 15 | 15. | != | 1.5 | -15 | 1/5
+last_number | -5 | - $5 | = -\$5 | $-5$ | -€5 | != | 5 | 9 - 5 || em | -5 | (-5) | -$5 | != | 5 | -.5
+last_number | 5 | $5 | 4–5 | != | = -\$5 | - $5 | $-5$ || last_number | 1234.5 | $1,234.50! | != | 234.5
+last_number | 10000 | that is 10 000 | 10 000 | != | 10 000 000 | 000 || em | C# | c# | != | C++ | C
+last_number | 500 | 2020, 500 | != | \boxed{\$9{,}500} || em | A | A | (a). | A. | != | the |  | an | B
+last_number | 1.5 | so 1 1/2 cups | 1\frac{1}{2} | != | 1/2 || em | ... | ... | != |  | !?
+em | 9-to-5 (U.S.) | The 9to5, US! | != | 9 to 5 us || f1 | A | A | != | the |  | -5
+"""  # reward function | gold answer | right responses | != | wrong responses
+NASTY = r"""
+9^{9^{9}} | 9^(9^9) | 9^{-9^9} | 9^{\frac{9^9}{1}} | 9^{{(9)}^9} | 9^\left(9^9\right) | (x+1)^{9999} | 9!!!
+((9^{999})^{999})^{999} | 9^{99\cdot99\cdot99} | 9^{99999999} | (9!)! | 99999! | \binom{999999}{499999}
+\sum_{n=1}^{999999} \frac{1}{n^2} | (a+b+c+d+e+f)^{30} | (x+y+z)^{99} | (\sqrt{2}^{999})^{99999}
+\sqrt[0.00001]{2} | \sqrt[999]{2^{9999}} | 1e999
+"""
+REPEATED = (
+    r"( { 2^ 1000! 9^{99} (x+1)^{99} 1, (1, <x< 1{,} million \sin( \frac \sqrt{ \text{ \pi^{0.5}".split()
+)
+LONG = ["-", " ", "#### ", "(", "1 ", "1 1/2 ", *r"# \boxed{ 9 1, <answer>x \boxed1 \fbox\a{".split()]
+
+
+def table(text):
+    """Returns the rows of a table as lists of cells."""
+    rows = text.strip("\n").replace("\n", " || ").split(" || ")
+    return [row.replace("\\n", "\n").split(" | ") for row in rows]
 
 
 def in_a_thread(function):
@@ -70,21 +113,18 @@ def in_a_thread(function):
     return values[0] if values else None
 
 
-@pytest.mark.parametrize("answer, texts", STATED)
-def test_the_final_answer_is_the_last_one_that_is_marked(answer, texts):
-    assert [final_answer(text) for text in texts] == [answer] * len(texts)
+@pytest.mark.parametrize("row", table(STATED), ids=str)
+def test_the_final_answer_is_the_last_one_that_is_marked(row):
+    assert {str(final_answer(text)) for text in row[1:]} == {row[0]}
 
 
-@pytest.mark.parametrize("answer, forms", SAME)
-def test_the_same_answer_in_another_form_is_right(answer, forms):
-    for form in forms:
-        assert answers_equal(form, answer) is answers_equal(answer, form) is True, form
-
-
-@pytest.mark.parametrize("answer, others", OTHER)
-def test_another_answer_is_wrong(answer, others):
-    for other in others:
-        assert answers_equal(other, answer) is answers_equal(answer, other) is False, other
+@pytest.mark.parametrize("row", table(ANSWERS), ids=str)
+def test_an_answer_equals_its_other_forms_and_no_other_answer(row):
+    end = row.index("!=")
+    for other in row[1:end]:
+        assert answers_equal(other, row[0]) is answers_equal(row[0], other) is True, other
+    for other in ["", " ", None, *row[end + 1 :]]:
+        assert answers_equal(other, row[0]) is answers_equal(row[0], other) is False, other
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False), st.integers())
@@ -113,13 +153,15 @@ def test_every_gold_answer_that_ships_equals_itself_and_its_renderings(file):
 
 
 def test_no_formula_takes_long_in_any_thread():
+    nasty = [answer for row in table(NASTY) for answer in row]
+    nasty += [(text * 300)[:300] for text in REPEATED] + [text * 20 + "2" for text in REPEATED]
+
     def compare():
-        return [answers_equal(answer, "82") for answer in ENDLESS]
+        return [answers_equal(answer, "82") or answers_equal(answer + "+1", answer) for answer in nasty]
 
     begun = time.monotonic()
-    assert compare() == in_a_thread(compare) == [False] * len(ENDLESS)
-    assert in_a_thread(lambda: answers_equal(r"\frac{1}{2}", "0.5")) is True
-    assert time.monotonic() - begun < 20
+    assert compare() == in_a_thread(compare) == [False] * len(nasty)
+    assert time.monotonic() - begun < 20  # half a second on a processor of 2023
 
 
 @pytest.mark.parametrize("text", LONG)
@@ -147,16 +189,10 @@ def test_an_exact_answer_is_a_final_answer_that_equals_a_gold_one(gold):
     check(exact_answer, gold, ["2+2=4\n#### 4", r"\boxed{4.0}"], ["4", "#### 6", "#### 4 or 6", "", "#### "])
 
 
-def test_a_gold_answer_that_is_empty_equals_nothing():
-    for gold in ("#### ", "", r"\boxed{}"):
-        check(exact_answer, gold, [], ["#### ", "", r"\boxed{}", "nothing"])
-
-
-def test_the_last_number_counts_whatever_stands_around_it():
-    check(last_number, "#### 7", ["3 + 4 = 7 apples.", "9-7", "1, 7,", "$7.00."], ["7, 8", "it is -7", ""])
-    check(last_number, "-0.5", ["so -1/2", "it is \u2212.5"], ["5-0.5", "0.5"])
-    check(last_number, "1e+16", ["so 10000000000000000", "1e16."], ["16", "1"])
-    check(last_number, [1e-05, "nothing"], ["0.00001"], ["5", "none"])
+@pytest.mark.parametrize("row", table(CASES), ids=str)
+def test_a_response_is_right_or_wrong(row):
+    end = row.index("!=")
+    check(find_function(row[0]), row[1], row[2:end], row[end + 1 :])
 
 
 @pytest.mark.parametrize("gold", ["7", 7, "#### 7", "<answer>7</answer>", r"<answer>\boxed{7}</answer>"])
@@ -175,16 +211,16 @@ def test_a_format_of_the_users_is_a_pattern_with_one_group():
 
 
 @pytest.mark.parametrize("function", [exact_answer, last_number, tagged_answer, em, f1, rouge_l])
-@pytest.mark.parametrize("answer", [None, [], [None]])
-def test_a_missing_gold_answer_is_an_error_and_no_wrong_response(function, answer):
-    with pytest.raises(UserError, match=function.__name__):
-        function(["q", "q"], ["r", "r"], ["7", answer])
+@pytest.mark.parametrize("answer", [None, [], [None], "", " ", float("nan"), "nan"])
+def test_a_missing_gold_answer_is_an_error_that_names_the_prompt(function, answer):
+    with pytest.raises(UserError, match=f"{function.__name__} .*second prompt"):
+        function(["first prompt", "second prompt"], ["r", "r"], ["7", answer])
 
 
 def test_em_and_f1_are_those_of_hotpotqa():
     responses = ["The Beatles!", "a b c", "yes it is", "noanswer", "", "x x", "a red cat"]
-    golds = ["beatles", "b c d", "yes", "no answer", "", "x", ["dog", "cat"]]
-    assert em(responses, responses, golds) == [1, 0, 0, 0, 1, 0, 0]
+    golds = ["beatles", "b c d", "yes", "no answer", "x", "x", ["dog", "cat"]]
+    assert em(responses, responses, golds) == [1, 0, 0, 0, 0, 0, 0]
     assert f1(responses, responses, golds) == pytest.approx([1, 0.8, 0, 0, 0, 2 / 3, 2 / 3])
 
 
@@ -218,6 +254,48 @@ def test_a_function_is_found_by_its_name_or_given():
     for name in ("exact_anser", "re", "find_function", None):
         with pytest.raises(UserError, match="exact_answer"):
             find_function(name)
+
+
+def test_reward_functions_get_names_that_differ():
+    def reward_model(prompts, responses, answers):
+        return [0.0 for _ in responses]
+
+    class Judge:
+        def __call__(self, prompts, responses, answers):
+            return [0.0 for _ in responses]
+
+    functions = [answer_in("A: (.*)"), answer_in("B: (.*)"), functools.partial(reward_model), Judge(), "em"]
+    found = find_functions([(function, 0.5) for function in functions] + [["tagged_answer", 1]])
+    names = ["tagged_answer", "tagged_answer_2", "reward_model_2", "Judge", "em", "tagged_answer_3"]
+    assert [name for name, function, weight in found] == names
+    assert [function for name, function, weight in found] == [*functions[:4], em, tagged_answer]
+    assert [weight for name, function, weight in found] == [0.5] * 5 + [1]
+
+
+WRONG_SPECS = [
+    ["length_penalty"],
+    ("em", 1.0),
+    "em",
+    None,
+    [("em", "1")],
+    [("em", float("nan"))],
+    [("em", 1, 2)],
+]
+
+
+@pytest.mark.parametrize("specs", WRONG_SPECS, ids=repr)
+def test_other_reward_functions_are_an_error_that_shows_the_form(specs):
+    with pytest.raises(UserError, match=re.escape('REWARD_FUNCTIONS = [("exact_answer", 1.0)]')):
+        find_functions(specs)
+
+
+def test_a_reward_function_that_exits_is_an_error_and_no_quiet_end():
+    def runs_code(prompts, responses, answers):
+        yield from (exec("exit()") for _ in responses)
+
+    with pytest.raises(RuntimeError, match="runs_code") as raised:
+        call(runs_code)
+    assert isinstance(raised.value.__cause__, SystemExit)
 
 
 @pytest.mark.parametrize("values", GOOD, ids=repr)
