@@ -1194,7 +1194,7 @@ class Run:
             return
         earlier = json.loads(path.read_text())
         changes = [(k, x) for k, x in constants().items() if earlier["constants"].get(k, x) != x]
-        changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR")]
+        changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR", "TEST_FILE")]
         print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
         for name, what in {"text": "file", "data": "data"}.items():
             if earlier.get(name) != self.facts.get(name):
