@@ -1044,15 +1044,14 @@ def read_message(message):
     """Returns a message of a chat, whose content is a text. Refuses what a chat template would misread."""
     known = ["role", "content", "name", "tool_calls", "tool_call_id"]
     message = {key: x for key, x in message.items() if x is not None}  # parquet and json fill absent keys
-    message.setdefault("content", "" if "tool_calls" in message else None)
-    if isinstance(message["content"], list):  # parts {"type": "text", "text": ...}
-        texts = [part.get("text") for part in message["content"] if set(part) == {"type", "text"}]
-        message["content"] = "".join(texts) if len(texts) == len(message["content"]) else None
-    if not isinstance(message["content"], str) or not set(message) <= set(known):
+    content = message.get("content", "" if "tool_calls" in message else None)
+    if isinstance(content, list) and all(set(part) == {"type", "text"} for part in content):
+        content = "".join(column(content, "text"))
+    if not isinstance(content, str) or not set(message) <= set(known):
         raise ValueError(f"a message has {', '.join(known)}, and its content is a text: {message!r:.200}")
     if message.get("role") not in ("system", "developer", "user", "assistant", "tool"):
         raise ValueError(f"a message has an unknown role: {message!r:.200}")
-    return message
+    return {**message, "content": content}
 
 
 def encode(tokenizer, prompt, response=None):

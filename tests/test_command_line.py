@@ -1,9 +1,11 @@
 """Arguments, constants, messages and exit codes, as a user meets them."""
 
+import math
 import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, SAMPLERS, TINY, TRAINERS, load, small, words_of
 from program import Program
 
@@ -34,6 +36,29 @@ def test_a_file_holds_arguments(grpo, tmp_path, monkeypatch):
     grpo.apply_overrides([f"@{file}", "GROUP_SIZE=4"])
     assert (grpo.GROUP_SIZE, grpo.PROMPT_TEMPLATE) == (4, "Sum: {input}\n= ?")
     assert grpo.OUTPUT_DIR == "/home/someone/run"
+
+
+LINES = {
+    "OUTPUT_DIR=runs/x  # my run": ("OUTPUT_DIR", "runs/x"),
+    "OUTPUT_DIR='runs/# 1'  # it's mine": ("OUTPUT_DIR", "runs/# 1"),
+    'PROMPT_TEMPLATE="{input} Answer: "': ("PROMPT_TEMPLATE", "{input} Answer: "),
+    "PROMPT_TEMPLATE={input} é": ("PROMPT_TEMPLATE", "{input} é"),
+    "REWARD_FUNCTIONS=[('em', 0.5)]  # half": ("REWARD_FUNCTIONS", [("em", 0.5)]),
+    "LEARNING_RATE = 1e-5 # small": ("LEARNING_RATE", 1e-5),
+    r"PROMPT_TEMPLATE={input}\nAnswer:\n": ("PROMPT_TEMPLATE", "{input}\nAnswer:\n"),
+    r"PROMPT_TEMPLATE={input} where $x \neq 0$, \nu, \not= \nabla f": (
+        *("PROMPT_TEMPLATE", r"{input} where $x \neq 0$, \nu, \not= \nabla f"),
+    ),
+    r"PROMPT_TEMPLATE={input}\nnote \\n": ("PROMPT_TEMPLATE", "{input}\nnote \\n"),
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_of_a_file_of_constants(grpo, tmp_path, line):
+    name, value = LINES[line]
+    (tmp_path / "recipe.txt").write_text("\ufeff# a recipe\n" + line + "\n", encoding="utf-8")
+    grpo.apply_overrides([f"@{tmp_path}/recipe.txt"])
+    assert getattr(grpo, name) == value
 
 
 WRONG = {"GROUPSIZE=4": "GROUPSIZE=4", "learning_rate=1": "KEY=VALUE", "GROUP_SIZE=2.5": "GROUP_SIZE"}
@@ -79,6 +104,25 @@ def test_a_constant_that_would_be_silently_wrong_is_refused(path, constants):
         module.check_constants()
 
 
+SYSTEMS = ("grpo/grpo_rec.py", "ppo/ppo_rag.py", "rce/rce_icl.py")
+NUMBERS = [(path, "KEEP_LAST_N_CHECKPOINTS", x) for path in (*TRAINERS, *SYSTEMS) for x in (0, -1)]
+NUMBERS += [
+    (path, name, -1) for path in TRAINERS for name in ("MAX_STEPS", "SAVE_EVERY_N_STEPS", "LORA_RANK")
+]
+NUMBERS += [(path, "MAX_STEPS", 0) for path in TRAINERS]
+NUMBERS += [(path, "LEARNING_RATE", x) for path in (*TRAINERS, *SYSTEMS) for x in (-1e-4, math.nan)]
+NUMBERS += [("ppo/ppo.py", name, 0) for name in ("GROUP_SIZE", "GROUP_EPOCHS", "MINI_BATCHES", "KL_HORIZON")]
+NUMBERS += [("grpo/grpo.py", "SEED", 10**20), ("grpo/grpo.py", "KL_COEF", -0.1), ("rce/rce.py", "ROUNDS", 0)]
+NUMBERS += [(path, name, 0) for path in PATHS for name in ("EVAL_SAMPLES", "MAX_NEW_TOKENS", "NUM_EPOCHS")]
+
+
+@pytest.mark.parametrize("path, name, value", NUMBERS)
+def test_a_number_that_is_negative_or_that_makes_an_empty_run_is_refused(path, name, value):
+    module = load(path, **{name: value})
+    with pytest.raises(ValueError, match=name):
+        module.check_constants()
+
+
 SAMPLER, PAIRS = "grpo/grpo.py", "rce/dpo.py"
 NO_FILE = "TRAIN_DATASETS=[{'path': 'no.jsonl', 'type': 'jsonl', 'input': 'x'}]"
 NO_COLUMN = f"TRAIN_DATASETS=[{{'path': '{TINY}/pairs.jsonl', 'type': 'jsonl', 'prompt': 'q'}}]"
@@ -92,6 +136,7 @@ NO_COLUMN = f"TRAIN_DATASETS=[{{'path': '{TINY}/pairs.jsonl', 'type': 'jsonl', '
         (SAMPLER, "RESUME=no/such/run", "no/such/run"),
         (SAMPLER, "@no_such_file", "no_such_file"),
         (SAMPLER, "REWARD_FUNCTIONS=[('exakt_answer', 1.0)]", "exakt_answer"),
+        (SAMPLER, "REWARD_FUNCTIONS=['exact_answer']", "exact_answer"),
         (SAMPLER, NO_FILE, "no.jsonl"),
         (SAMPLER, "DEVICE=cuda", "CUDA"),
         (PAIRS, NO_FILE, "no.jsonl"),
@@ -115,6 +160,19 @@ def test_a_fault_in_a_users_reward_function_keeps_its_traceback(tmp_path):
     words = words_of(small("grpo/grpo.py", OUTPUT_DIR=tmp_path / "run"))
     done = Program(program, *words, cwd=ROOT).wait()
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr and "in mine" in done.stderr
+
+
+def test_a_mistake_in_the_program_keeps_its_traceback(make):
+    module = load("grpo/grpo.py")
+    module.make_optimizer = lambda model, rate: torch.optim.Adafactor(model.parameters(), fused=True)
+    with pytest.raises(TypeError, match="fused"):
+        module.GRPOTrainer()
+
+
+def test_without_rewards_a_copy_says_what_it_lacks(tmp_path):
+    (tmp_path / "mine.py").write_text((ROOT / "grpo/grpo.py").read_text())
+    done = subprocess.run([sys.executable, tmp_path / "mine.py"], capture_output=True, text=True)
+    assert done.returncode == 1 and "copy the folder rewards/" in done.stderr and "Trace" not in done.stderr
 
 
 def test_two_runs_do_not_write_into_one_folder(make, tmp_path):

@@ -1,6 +1,7 @@
 """Data is read exactly, and what cannot be used is refused in one line that names the place."""
 
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import transformers
-from conftest import TINY
+from conftest import TINY, spec_of, write_rows
 
 COLUMNS = {"input": "question", "output": "answer"}
 
@@ -134,6 +135,16 @@ BAD = {
         "jsonl",
         "data:2.*no text, number",
     ),
+    "a list of records as answer": (GOOD + '{"question": "a", "answer": [{"x": 1}]}', "jsonl", "data:2"),
+    "a number as prompt": ('{"question": 5, "answer": "1"}', "jsonl", "data:1.*text or a list of messages"),
+    "a record as prompt": (
+        '{"question": {"content": "a"}, "answer": "1"}',
+        "jsonl",
+        "data:1.*list of messages",
+    ),
+    "texts as prompt": ('{"question": ["a", "b"], "answer": "1"}', "jsonl", "data:1.*list of messages"),
+    "NaN as prompt": ('{"question": NaN, "answer": "1"}', "jsonl", "data:1.*not nan"),
+    "a blank prompt": ("question,answer\na,1\n ,2\n", "csv", "data:2.*not ' '"),
     "a comma too many": ("question,answer\na,1\nb, c,2\n", "csv", "data:2.*more fields"),
     "a quote that is not closed": ('question,answer\n"a,1\nb,2\n', "csv", "data"),
     "no parquet": ("question,answer\na,1\n", "parquet", "data"),
@@ -147,6 +158,97 @@ def test_what_cannot_be_read_is_refused_with_its_place(read, case):
     with pytest.raises(ValueError, match=message) as error:
         read(text, file_type)
     assert "\n" not in str(error.value)
+
+
+USER = {"role": "user", "content": "1+1?"}
+IMAGE = {"type": "image_url", "image_url": "x.png"}
+CHATS = {  # the last message of a chat, and what its refusal names
+    "a misspelt key": ({"role": "user", "contents": "1+1?"}, "contents"),
+    "thoughts": ({**USER, "reasoning_content": "so 2"}, "reasoning_content"),
+    "a weight": ({**USER, "weight": 0}, "weight"),
+    "images": ({**USER, "images": ["x.png"]}, "images"),
+    "a part that is an image": ({"role": "user", "content": [{"type": "text", "text": "1"}, IMAGE]}, "image"),
+    "a number": ({"role": "user", "content": 5}, "'content': 5"),
+    "NaN": ({"role": "user", "content": float("nan")}, "nan"),
+    "nothing": ({"role": "user", "content": None}, "content"),
+    "a role of another format": ({"role": "human", "content": "1+1?"}, "human"),
+    "the answer": ({"role": "assistant", "content": "2"}, "before the assistant's message"),
+}
+
+
+@pytest.mark.parametrize("case", CHATS)
+def test_a_message_that_would_be_read_in_another_meaning_is_refused(read, case):
+    message, named = CHATS[case]
+    with pytest.raises(ValueError, match=f"data:1.*{named}"):
+        read(json.dumps({"question": [USER, message], "answer": "2"}))
+
+
+def test_parts_that_are_texts_are_one_text(read):
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]
+    chats = [[USER], [{"role": "user", "content": parts}]]
+    rows = read("\n".join(json.dumps({"question": chat, "answer": "2"}) for chat in chats))
+    assert rows[0]["ids"] == rows[1]["ids"]
+
+
+def test_a_template_that_drops_a_message_is_refused(grpo, tokenizer):
+    plain = transformers.AutoTokenizer.from_pretrained(TINY / "policy")
+    plain.chat_template = (
+        "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    assert plain.decode(grpo.encode(plain, "1+1?")) == "1+1?"
+    grpo.SYSTEM_PROMPT = "Be brief"
+    with pytest.raises(ValueError, match="does not show the system's message"):
+        grpo.encode(plain, "1+1?")
+
+
+@pytest.mark.parametrize("key", [{"outputs": "answer"}, {"split": "train[:2]"}, {"name": "main"}])
+def test_an_unknown_key_of_a_data_set_is_refused(read, key):
+    with pytest.raises(ValueError, match="the keys are path, type, input, output"):
+        read(GOOD, **key)
+
+
+def test_an_empty_answer_is_none_and_refused_at_the_start_if_a_reward_needs_it(grpo, read):
+    from rewards import UserError, find_functions
+
+    empty = (
+        '{"question": "a", "answer": ""}\n{"question": "b", "answer": NaN}\n{"question": "c", "answer": []}'
+    )
+    rows = read(GOOD + empty)
+    assert answers(rows) == ["1", None, None, None]
+    grpo.check_answers(find_functions([("length_penalty", 1.0)]), rows)
+    with pytest.raises(UserError, match="exact_answer.*data:2"):
+        grpo.check_answers(find_functions([("length_penalty", 1.0), ("exact_answer", 1.0)]), rows)
+
+
+def test_a_column_that_some_data_sets_have_is_none_elsewhere(make, tmp_path):
+    tests = write_rows(tmp_path / "tests", *[{"question": f"{n}+1?", "tests": n, "self": 1} for n in (1, 2)])
+    plain = write_rows(tmp_path / "plain", *[{"question": f"{n}+2?"} for n in range(9)])
+    seen = []
+
+    def tested(prompts, responses, answers, tests):
+        seen.extend(tests)
+        return [0.0] * len(responses)
+
+    specs = [*spec_of(tests, input="question"), *spec_of(plain, input="question")]
+    options = {"TRAIN_DATASETS": specs, "EVAL_DATASETS": specs, "MAX_EVAL_PROMPTS": 1, "MAX_STEPS": 3}
+    trainer = make("grpo/grpo.py", REWARD_FUNCTIONS=[(tested, 1.0)], **options)
+    assert [row["prompt"] for row in trainer.eval_rows] == ["1+1?", "0+2?"]  # the first of each data set
+    trainer.train()
+    assert set(seen) == {None, 1, 2}
+
+
+def test_what_may_be_a_mistake_in_the_data_is_said(make, tmp_path, capsys):
+    rows = write_rows(tmp_path / "rows", *[{"question": f"Quel est le {n}e nombre premier?"} for n in (1, 2)])
+    spec = spec_of(rows, input="question")
+    make("ppo/ppo.py", TRAIN_DATASETS=spec, EVAL_DATASETS=spec, REWARD_FUNCTIONS=[])
+    said = capsys.readouterr().out
+    assert "2 of 2 held-out prompts are also trained" in said
+    assert re.search("tokens are unknown to the tokenizer of .*tiny/reward_model", said)
+
+
+def test_texts_longer_than_a_models_positions_are_refused_at_the_start(make, tmp_path):
+    with pytest.raises(ValueError, match="tiny/policy has 512 positions"):
+        make("grpo/grpo.py", MAX_NEW_TOKENS=510)
 
 
 def test_a_data_set_of_the_hub_is_read_by_datasets(grpo, tokenizer, monkeypatch):

@@ -106,6 +106,32 @@ def test_the_kl_coefficient_follows_its_target(ppo):
     assert ppo.adapt_kl_coef(0.5, 0.0, 10_000) == pytest.approx(0.5 * 0.8)
 
 
+def test_scores_of_whole_numbers_are_used_and_reward_parts_stay(make):
+    trainer = make("ppo/ppo.py", MISSING_EOS_PENALTY=5.0, MAX_NEW_TOKENS=2, KL_COEF=0.0)
+
+    def compute_rewards(prompts, responses, answers, **columns):
+        trainer.reward_parts["ones"] = torch.ones(len(prompts), dtype=torch.long)
+        return trainer.reward_parts["ones"]
+
+    trainer.compute_rewards = compute_rewards
+    metrics = trainer.evaluate()
+    assert metrics["reward/ones"] == 1 and metrics["reward"] == 1 - 5 * metrics["truncated_fraction"] < 1
+    batch = trainer.rollout(trainer.train_rows[:2])
+    trainer.compute_advantages(batch)
+    trainer.state.step = 1
+    assert "kl" not in trainer.update(batch)  # there is no reference
+
+
+def test_each_group_of_parameters_keeps_the_proportion_of_its_learning_rate(make):
+    trainer = make("ppo/ppo.py", USE_LR_SCHEDULER=True, MAX_STEPS=4)
+    parameters = list(trainer.actor.parameters())
+    groups = [{"params": parameters[:1], "lr": 1e-5}, {"params": parameters[1:]}]
+    trainer.optimizers["policy"] = torch.optim.AdamW(groups, lr=1e-4)
+    trainer.train()
+    rates = [group["lr"] for group in trainer.optimizers["policy"].param_groups]
+    assert rates == pytest.approx([0.25e-5, 0.25e-4])
+
+
 def test_the_values_start_at_0_and_only_the_critic_trains_in_its_warm_up(make):
     trainer = make("ppo/ppo.py", CRITIC_WARMUP_STEPS=1, MAX_STEPS=1, CRITIC_LEARNING_RATE=1e-3)
     before = [p.clone() for p in trainer.actor.parameters()]

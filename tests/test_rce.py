@@ -287,6 +287,35 @@ def test_training_raises_the_probability_of_right_candidates(make):
     assert new > old
 
 
+@pytest.mark.parametrize("change", [{}, {"INCLUDE_REFERENCE": True}, {"REWARD_FUNCTIONS": [("em", 1.0)]}])
+def test_parts_of_an_interrupted_mining_count_only_with_equal_constants(make, tmp_path, change):
+    trainer = make("rce/rce.py")
+    trainer.run.open(trainer.state, False)
+    trainer.mine_prompts = lambda rows, mine=trainer.mine_prompts: (
+        setattr(trainer.run, "signal", 2) or mine(rows)
+    )
+    assert not trainer.mine(tmp_path / "run/candidates_round_1.parquet")
+    trainer.run.close(trainer.state)
+    options = {"HARD_REWARD": "em", "SOFT_REWARD": "em"} if "REWARD_FUNCTIONS" in change else {}
+    again, mined = make("rce/rce.py", **change, **options), []
+    again.mine_prompts = lambda rows, mine=again.mine_prompts: mined.append(len(rows)) or mine(rows)
+    again.run.move_old_files = lambda *arguments: None
+    again.train()
+    assert sum(mined) == (12 if change else 8)
+
+
+def test_a_round_without_unequal_rewards_is_passed_over(make):
+    def first_and_third(prompts, responses, answers):
+        is_second = trainer.state.round == 2
+        return [float(len(response) % 2 and not is_second) for response in responses]
+
+    rewards = [(first_and_third, 1.0), ("rouge_l", 0.0)]
+    trainer = make("rce/rce.py", ROUNDS=3, REWARD_FUNCTIONS=rewards, HARD_REWARD="first_and_third")
+    trainer.train()
+    candidates = trainer.run.folder / "candidates_round_3.parquet"
+    assert candidates.exists() and trainer.state.round == 4
+
+
 def test_a_round_that_becomes_shorter_at_a_restart_ends(make):
     make("rce/rce.py", NUM_EPOCHS=3, MAX_STEPS=4, SAVE_EVERY_N_STEPS=1, MINE_PROMPTS=16).train()
     again = make("rce/rce.py", NUM_EPOCHS=1, BATCH_SIZE=16, MINE_PROMPTS=16, RESUME="yes")

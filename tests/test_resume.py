@@ -1,13 +1,14 @@
 """A run that is killed at any moment and started again ends with the bytes of one that was not."""
 
 import random
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TRAINERS, first_lines, small, without_clock, words_of
+from conftest import ROOT, TRAINERS, first_lines, load, small, spec_of, without_clock, words_of
 from program import Program
 from torch.utils._pytree import tree_leaves
 
@@ -172,3 +173,105 @@ def test_a_checkpoint_that_cannot_be_loaded_is_one_message_that_names_resume(mak
     with pytest.raises(ValueError, match=r"RESUME=.*step_2 cannot be loaded") as error:
         make("grpo/grpo.py", LORA_RANK=4, RESUME="yes")
     assert "\n" not in str(error.value)
+
+
+# ---------------------------------------------------------------- what changed since the checkpoint
+
+
+def test_a_copy_with_another_loss_trains_under_the_same_recipe(tmp_path):
+    """Without a terminal. A complete run ends with 0 if nothing changed, and with 2 if its file changed."""
+    for name in ("data", "rewards"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    words = words_of(small("grpo/grpo.py", RESUME="ask", OUTPUT_DIR=f"{tmp_path}/run_{{file}}"))
+    (tmp_path / "recipe.txt").write_text("\n".join(words))
+    first, copy = tmp_path / "first.py", tmp_path / "copy.py"
+    first.write_text((ROOT / "grpo/grpo.py").read_text())
+    copy.write_text(first.read_text().replace("return -torch.min(ratio", "return -0.5 * torch.min(ratio"))
+
+    def run(file, *words):
+        return Program(file, f"@{tmp_path}/recipe.txt", *words, cwd=tmp_path).wait()
+
+    done = [run(first), run(copy), run(copy)]
+    assert [x.returncode for x in done] == [0, 0, 0] and "Done at step 2" in done[1].stdout
+    assert "complete at step 2" in done[2].stdout and "Done" not in done[2].stdout
+    metrics = [without_clock(tmp_path / name / "logs/metrics.jsonl")[1] for name in ("run_first", "run_copy")]
+    assert metrics[1]["policy_loss"] == pytest.approx(metrics[0]["policy_loss"] / 2)
+    copy.write_text(copy.read_text() + "# changed\n")
+    again, longer = run(copy), run(copy, "MAX_STEPS=3")
+    assert again.returncode == 2 and "complete at step 2, but the file changed since step 2" in again.stderr
+    assert longer.returncode == 0 and "the file changed since step 2" in longer.stdout
+
+
+@pytest.mark.parametrize("path", TRAINERS)
+def test_a_complete_run_does_not_end_as_if_other_constants_were_trained(make, tmp_path, capsys, path):
+    make(path).train()
+    make(path, RESUME="yes").train()
+    assert "complete at step" in capsys.readouterr().out
+    for _ in range(2):  # what was refused is refused again
+        with pytest.raises(ValueError, match="complete at step .*WEIGHT_DECAY=0.5.*RESUME=no"):
+            make(path, RESUME="yes", WEIGHT_DECAY=0.5).train()
+    with pytest.raises(ValueError, match="the weights of .* are of .*_MODEL=.*tiny/policy"):
+        name = "BASE_MODEL" if path == "ppo/reward_model.py" else "ACTOR_MODEL"
+        make(path, RESUME="yes", NUM_EPOCHS=9, **{name: f"{ROOT}/data/tiny/../tiny/policy"}).train()
+
+
+def test_other_rows_in_the_same_file_are_said(make, tmp_path, capsys):
+    lines = (ROOT / "data/tiny/train.jsonl").read_text().splitlines(keepends=True)
+    spec = spec_of(tmp_path / "rows.jsonl", input="problem", output="solution")
+    for steps, rows in enumerate((lines[:8], lines[:8], lines[1:9], lines[1:8]), 1):
+        (tmp_path / "rows.jsonl").write_text("".join(rows))
+        make("ppo/sft.py", TRAIN_DATASETS=spec, RESUME="yes", MAX_STEPS=steps, NUM_EPOCHS=9).train()
+        changed = f"the data changed since step {steps - 1}"
+        assert (changed in capsys.readouterr().out) == (steps > 2)
+
+
+OPTIMIZERS = {
+    "the first parameters are frozen": lambda parameters: torch.optim.AdamW(parameters[2:]),
+    "in another order": lambda parameters: torch.optim.AdamW(parameters[::-1]),
+    "in two groups": lambda p: torch.optim.AdamW([{"params": p[:2]}, {"params": p[2:]}]),
+    "another class": torch.optim.RAdam,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_moments_of_other_parameters_or_of_another_optimizer_are_refused(make, tmp_path, name):
+    make("ppo/ppo.py").train()
+    module = load("ppo/ppo.py", **small("ppo/ppo.py", OUTPUT_DIR=str(tmp_path / "run"), RESUME="yes"))
+    module.make_optimizer = lambda model, rate: OPTIMIZERS[name](list(model.parameters()))
+    with pytest.raises(ValueError, match=r"RESUME=.*step_2.*trained other parameters"):
+        module.PPOTrainer()
+
+
+def test_a_tensor_in_the_state_is_restored_where_an_optimizer_trains_it(make, tmp_path):
+    module = load("grpo/grpo.py", **small("grpo/grpo.py", OUTPUT_DIR=str(tmp_path / "run")))
+
+    class PriceTrainer(module.GRPOTrainer):
+        def load_models(self, checkpoint):
+            super().load_models(checkpoint)
+            self.state.price = torch.tensor(0.0, requires_grad=True)
+            self.optimizer = torch.optim.SGD([self.state.price], lr=1.0)
+
+    first = PriceTrainer()
+    first.state.price.data += 3
+    first.train()
+    module.RESUME = "yes"
+    second = PriceTrainer()
+    assert second.optimizer.param_groups[0]["params"][0] is second.state.price
+    assert second.state.price.item() == 3 and second.state.price.requires_grad
+
+
+def test_resume_yes_without_a_checkpoint_is_said(make, capsys):
+    make("grpo/grpo.py", RESUME="yes")
+    assert "RESUME=yes" in capsys.readouterr().out
+
+
+def test_a_second_train_in_a_thread_goes_on_and_holds_the_lock(make):
+    trainer, is_locked = make("grpo/grpo.py"), []
+    trainer.train()
+    trainer.total_steps = 3
+    update = trainer.update
+    trainer.update = lambda batch: is_locked.append(trainer.run.lock.is_locked) or update(batch)
+    thread = threading.Thread(target=trainer.train)
+    thread.start()
+    thread.join()
+    assert is_locked == [True] and trainer.state.step == 3

@@ -1,6 +1,7 @@
 """The files of a run, its order of rows, its evaluations, its end, and the question at its start."""
 
 import json
+import math
 import signal
 import sys
 import time
@@ -167,6 +168,14 @@ def test_a_signal_ends_a_run_after_its_step_and_saves(tmp_path, path, number):
     assert done.returncode == 128 + number and "Stopped at step" in done.stdout, done.stderr
     step = read(metrics)[-1]["step"]
     assert (tmp_path / f"run/step_{step}/training_state.pt").exists()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_policy_that_has_diverged_ends_the_run_with_one_line(make, path):
+    trainer = make(path)
+    trainer.actor.lm_head.weight.data.fill_(math.nan)
+    with pytest.raises(ValueError, match="not finite: lower LEARNING_RATE"):
+        trainer.train()
 
 
 def test_an_optimizer_step_that_is_not_finite_is_skipped_and_said(make, tmp_path, capsys):
