@@ -68,7 +68,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from matplotlib.figure import Figure
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -121,8 +120,8 @@ GRADIENT_ACCUMULATION_STEPS = 1  # a step has BATCH_SIZE times this many prompts
 GROUP_SIZE = 8  # responses per prompt, each other's baseline
 MICRO_BATCH_ROWS = 32  # responses per forward and backward pass; scoring takes four times as many
 LOGIT_CHUNK = 512  # tokens whose logits are held at a time; the backward pass computes them again
-DECODE_BLOCK = 64  # tokens by which the keys and values get more memory in sampling
-CUDA_GRAPHS = False  # in sampling on a GPU: a token's kernels are launched as one. Not measured yet
+DECODE_BLOCK = 32  # tokens by which keys and values grow in sampling; each block needs a new CUDA graph
+CUDA_GRAPHS = False  # in sampling on a GPU: one launch per token. Not tried yet; take DECODE_BLOCK=128
 EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
 MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
 MAX_NEW_TOKENS = 64
@@ -146,7 +145,7 @@ RESAMPLE_FLAT_GROUPS = 0  # how often groups of equal scores are replaced (dynam
 CLIP_RANGE = 0.2  # gspo wants about 3e-4 (in bfloat16 with one optimizer step per rollout: rounding)
 CLIP_RANGE_HIGH: float | None = None  # None: CLIP_RANGE. DAPO takes 0.28, gspo about 4e-4, cispo about 4
 ENTROPY_COEF = 0.0
-SKIP_ZERO_VARIANCE_GROUPS = True  # equal scores: not read in the update, unless KL or entropy trains them
+SKIP_ZERO_VARIANCE_GROUPS = True  # the update leaves them out where KL_COEF and ENTROPY_COEF are 0
 TOP_ENTROPY_FRACTION = 1.0  # trains only this fraction of tokens, of highest entropy (2506.01939: 0.2)
 MASK_TRUNCATED = False  # do not train responses that were cut at MAX_NEW_TOKENS
 KL_COEF = 0.0  # weight of the KL in the loss; 0: no reference model is loaded
@@ -856,11 +855,13 @@ class Decoder:
         self.length = self.capacity = mask.shape[1]
         self.place = torch.tensor([self.length], device=model.device)  # of the next token
         has_full_attention = all(type(layer) is DynamicLayer for layer in self.cache.layers)
-        takes_masks = model.config._attn_implementation == "sdpa" and not getattr(
-            model.config, "alibi", False
-        )
-        if has_full_attention and takes_masks:  # else transformers appends to the keys and values
-            self.cache.place = self.place
+        config = model.config
+        if (
+            has_full_attention
+            and config._attn_implementation == "sdpa"
+            and not getattr(config, "alibi", False)
+        ):
+            self.cache.place = self.place  # else transformers appends to a copy
         self.uses_graph = CUDA_GRAPHS and model.device.type == "cuda" and self.cache.place is not None
         self.graph = None
 
@@ -874,9 +875,10 @@ class Decoder:
         """Reads a token of each row, (rows,)."""
         if self.cache.place is not None and self.length == self.capacity:
             for layer in self.cache.layers:  # keys and values: (rows, heads, places, size)
-                layer.keys = pad(layer.keys, (0, 0, 0, DECODE_BLOCK))
-                layer.values = pad(layer.values, (0, 0, 0, DECODE_BLOCK))
-            self.capacity += DECODE_BLOCK
+                for name in ("keys", "values"):
+                    old = getattr(layer, name)
+                    setattr(layer, name, torch.cat([old, torch.zeros_like(old[:, :, :DECODE_BLOCK])], 2))
+            self.capacity += min(DECODE_BLOCK, self.capacity)
             self.graph = None
         self.length += 1
         if self.graph:
@@ -934,7 +936,7 @@ def generate(model, prompts, uniform, end_ids):
             keep = is_finished.logical_not().nonzero().squeeze(1)
             if len(keep) == 0:
                 break
-            if len(keep) <= len(rows) / 2:  # dropping rows copies the cache: drop many at once
+            if len(keep) <= 0.75 * len(rows):  # dropping rows copies the cache: drop many at once
                 decoder.select(keep)
                 rows, tokens, is_finished = rows[keep], tokens[keep], is_finished[keep]
         if t + 1 < MAX_NEW_TOKENS:
