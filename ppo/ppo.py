@@ -960,8 +960,8 @@ def response_output(model, batch, rows):
 
 
 def logprobs_and_entropy(model, batch, rows):
-    """Returns log-probabilities of response tokens, and if ENTROPY_COEF needs them entropies, two (rows, R):
-    0 after the end. Logits are held for LOGIT_CHUNK tokens at a time; the backward computes them again."""
+    """Returns log-probabilities and entropies of the tokens of responses `rows`, two (rows, R), 0 after
+    the end. Logits are held for LOGIT_CHUNK tokens at a time: the backward pass computes them again."""
     ids, output = response_output(model, batch, rows)
     is_token = torch.arange(ids.shape[1]) < batch.lengths[rows].unsqueeze(1)
     is_token = is_token.to(model.device)
@@ -973,7 +973,7 @@ def logprobs_and_entropy(model, batch, rows):
 
 
 def chunk_logprobs(model, output, hidden, ids):
-    """Returns log-probabilities and entropies of tokens after hidden states, two (tokens,)."""
+    """Returns log-probabilities and entropies (0 if not needed) of tokens, two (tokens,)."""
     distribution = sampling_logprobs(head(model, output, hidden))  # (tokens, vocabulary)
     logprobs = distribution.gather(1, ids.unsqueeze(1)).squeeze(1)
     if ENTROPY_COEF == 0:
