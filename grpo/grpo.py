@@ -119,7 +119,7 @@ BATCH_SIZE = 32  # prompts sampled at a time
 GRADIENT_ACCUMULATION_STEPS = 1  # a step has BATCH_SIZE times this many prompts; micro-batches: see below
 GROUP_SIZE = 8  # responses per prompt, each other's baseline
 MICRO_BATCH_ROWS = 32  # responses per forward and backward pass; scoring takes four times as many
-LOGIT_CHUNK = 512  # tokens whose logits are held at a time; the backward pass computes them again
+LOGIT_CHUNK = 256  # tokens whose logits are held at a time; the backward pass computes them again
 DECODE_BLOCK = 32  # tokens by which keys and values grow in sampling; each block needs a new CUDA graph
 CUDA_GRAPHS = False  # in sampling on a GPU: one launch per token. Not tried yet; take DECODE_BLOCK=128
 EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
@@ -314,7 +314,7 @@ class GRPOTrainer:
             self.reward_tokenizer = transformers.AutoTokenizer.from_pretrained(REWARD_MODEL)
         self.optimizers = {"policy": make_optimizer(self.actor, LEARNING_RATE)}
         self.end_ids = find_end_ids(self.actor, self.tokenizer)
-        prefill(self.actor, [self.end_ids])  # refuses recurrent models
+        prefill(self.actor, [[0]])  # refuses recurrent models
 
     # ------------------------------------------------------------ the algorithm
 

@@ -69,6 +69,39 @@ def test_sampling_scoring_values_and_the_update_agree_with_a_plain_forward_pass(
     assert trainer.update(batch)["rollout_mismatch"] < 1e-4
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_grpo_samples_scores_and_trains_what_a_plain_forward_pass_gives(name, tmp_path):
+    """Also where logits are capped or scaled; a cache is fixed where all layers have full attention."""
+    random_model(name).save_pretrained(tmp_path / "model")
+    transformers.AutoTokenizer.from_pretrained(TINY / "policy").save_pretrained(tmp_path / "model")
+    options = {"ACTOR_MODEL": str(tmp_path / "model"), "OUTPUT_DIR": str(tmp_path / "run")}
+    options |= {"EVAL_DATASETS": [], "GROUP_SIZE": 2, "TEMPERATURE": 2.0, "MAX_NEW_TOKENS": 24}
+    options |= {"DECODE_BLOCK": 16, "LOGIT_CHUNK": 5}
+    module = load("grpo/grpo.py", **small("grpo/grpo.py", **options))
+    trainer = module.GRPOTrainer()
+    trainer.state.step = 1
+    batch = trainer.rollout(trainer.next_prompts())
+    assert batch.lengths.min() < batch.lengths.max()
+    wanted = []
+    for row, ids, length, logprobs in zip(batch.rows, batch.ids, batch.lengths, batch.logprobs):
+        whole = torch.tensor([row["ids"] + ids[:length].tolist()])
+        logits = trainer.actor(whole).logits[0, len(row["ids"]) - 1 : -1]
+        wanted.append((logits / 2.0).log_softmax(-1).gather(1, ids[:length, None])[:, 0])
+        assert torch.allclose(logprobs[:length], wanted[-1], atol=1e-3)
+    parameters = list(trainer.actor.parameters())
+    gradients = torch.autograd.grad(sum(x.square().sum() for x in wanted), parameters)
+    logprobs, _ = module.logprobs_and_entropy(trainer.actor, batch, torch.arange(len(batch.rows)))
+    logprobs.square().sum().backward()
+    for one, parameter in zip(gradients, parameters):
+        assert torch.allclose(one, parameter.grad, atol=2e-3 * (1 + one.abs().max().item()))
+    trainer.optimizers["policy"].zero_grad()
+    trainer.compute_advantages(batch)
+    assert trainer.update(batch)["rollout_mismatch"] < 1e-4
+    decoder = module.Decoder(trainer.actor, [[5, 6]])
+    slides = name in ("mistral with a window", "gemma2", "gemma3", "capped logits")
+    assert (decoder.cache.place is None) == slides
+
+
 # ---------------------------------------------------------------- answers that are given: sft.py, dpo.py
 
 ROWS = [{"ids": [5, 6, 7, 8, 9, 10, 11, 2], "mask": [0, 0, 0, 1, 1, 0, 1, 1]}]
