@@ -797,6 +797,9 @@ def load_trained(auto_class, path, saved):
         if base.config.model_type in ("falcon_h1", "nemotron_h"):
             options["exclude_modules"] = ["out_proj", "conv1d"]  # PEFT refuses them
         model = peft.get_peft_model(base, peft.LoraConfig(**options, task_type="CAUSAL_LM"))
+        frozen = [name for name, _ in model.named_parameters() if name.endswith(".experts.down_proj")]
+        if frozen and rank == 0:
+            print(f"LORA_RANK adapts linear layers: experts stay frozen, as {frozen[0]}")
         if saved:
             peft.set_peft_model_state_dict(model, peft.load_peft_weights(saved, "cpu"))
     if GRADIENT_CHECKPOINTING:
