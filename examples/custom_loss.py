@@ -4,8 +4,8 @@ Replaces policy_loss(), which returns the loss and the ratio of each token, two 
 positive advantage have the weight POSITIVE_WEIGHT: learning mostly from mistakes keeps the responses diverse
 (weighted REINFORCE, 2506.01347).
 
-Change: the formula. Rows whose advantage is 0 are not read unless KL_COEF or ENTROPY_COEF is above 0. A term
-that trains such rows, too, needs one of them.
+Change: the formula. Groups of equal scores are not read unless KL_COEF or ENTROPY_COEF is above 0. A term
+that trains them, too, needs SKIP_ZERO_VARIANCE_GROUPS = False.
 
     python examples/custom_loss.py [KEY=VALUE ...]    # a minute of one core; constants of grpo.py
 """

@@ -35,11 +35,12 @@ before = SimpleNamespace(**{**vars(trainer), **vars(module)})  # what is replace
 # ---------------------------------------------------------------- models
 
 
-def load_model(*arguments):
-    """Reads a model into main memory, and keeps this process's part of each layer on the device."""
+def load_model(*arguments, is_trained=False, **options):
+    """Reads a model into main memory, and keeps this process's part of each layer on the device. All weights
+    are float32: FSDP2 wants one type in a layer."""
     if module.LORA_RANK:
         raise module.UserError("sharded.py needs LORA_RANK=0")
-    model = before.load_model(*arguments).requires_grad_(True)
+    model = before.load_model(*arguments, is_trained=True, **options)
     device = module.join_processes()
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     for part in (*layers, model):
@@ -52,7 +53,7 @@ def load_model(*arguments):
     # Critics and sft.py call the decoder alone: embeddings and head must be whole then
     model.get_decoder().register_forward_pre_hook(lambda *_: model.unshard())
     shard(model)
-    return model.requires_grad_(False)
+    return model.requires_grad_(is_trained)
 
 
 def shard(model):
@@ -89,19 +90,19 @@ def cut(rows, size, filler):
     return [rows[len(rows) * i // count : len(rows) * (i + 1) // count] for i in range(count)]
 
 
-def micro_batches(model, batch, rows):
+def micro_batches(batch, rows, size):
     if not torch.is_grad_enabled():  # the model is whole
-        return before.micro_batches(model, batch, rows)
+        return before.micro_batches(batch, rows, size)
     rows = sorted(rows.tolist(), key=lambda row: -batch.lengths[row])
-    size = module.micro_batch_rows(model, batch)
     return list(map(torch.tensor, cut(rows, size, filler=len(batch.rows) - 1)))
 
 
-def optimizer_step(self, batch, rows, **options):
-    """Puts the filler behind the batch: a response of which no token counts."""
+def optimizer_step(self, batch, rows, *weights, **options):
+    """Puts the filler behind the batch: a response of which no token counts. weights: of grpo.py."""
     filler = SimpleNamespace(**{name: values[:1] for name, values in vars(batch).items()})
     filler.mask = torch.zeros_like(filler.mask)
-    return before.optimizer_step(self, module.join([batch, filler]), rows, **options)
+    weights = [torch.cat([x, torch.zeros_like(x[:1])]) for x in weights]
+    return before.optimizer_step(self, module.join([batch, filler]), rows, *weights, **options)
 
 
 def cut_by_length(rows):  # of sft.py
@@ -188,6 +189,7 @@ def shard_moments(optimizer, saved):
 
 for function in (load_model, make_optimizer, clip_and_step, micro_batches, cut_by_length):
     setattr(module, function.__name__, function)
+module.CUDA_GRAPHS = False  # FSDP2 waits for events in its hooks
 trainer.save, trainer.save_best = save_full(trainer.save), save_full(trainer.save_best)
 if trainer.__name__ == "SFTTrainer":
     trainer.evaluate = run_whole(trainer.evaluate, lambda self: self.actor)

@@ -54,6 +54,7 @@ from collections import Counter
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,7 +70,10 @@ import torch
 import torch.distributed as dist
 import transformers
 from matplotlib.figure import Figure
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 rank, world_size, gpu = 0, 1, 0  # of this process under torchrun; rank 0 alone asks, writes and prints
@@ -90,7 +94,7 @@ REFERENCE_MODEL: str | None = None  # None: the initial actor. It is loaded if K
 REWARD_MODEL: str | None = None  # classifier with one label; None: reward functions alone
 LORA_RANK = 0  # 0: all weights are trained; > 0: LoRA adapters of this rank on all linear layers (2106.09685)
 LORA_ALPHA = 32.0  # an adapter's output is scaled by LORA_ALPHA / LORA_RANK
-DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state stay float32)
+DTYPE = "float32"  # float32 | bfloat16 (autocast; what is trained and logits stay float32)
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1
 ATTENTION: str | None = None  # sdpa | eager | flash_attention_2 (if installed); None: what the model has
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, slower
@@ -119,7 +123,10 @@ ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is
 BATCH_SIZE = 32  # prompts sampled at a time
 GRADIENT_ACCUMULATION_STEPS = 1  # a step has BATCH_SIZE times this many prompts; micro-batches: see below
 GROUP_SIZE = 8  # responses per prompt, each other's baseline
-MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: as memory allows
+MICRO_BATCH_ROWS = 32  # responses per forward and backward pass; scoring takes four times as many
+LOGIT_CHUNK = 256  # tokens whose logits are held at a time; the backward pass computes them again
+DECODE_BLOCK = 32  # tokens by which keys and values grow in sampling; each block needs a new CUDA graph
+CUDA_GRAPHS = False  # in sampling on a GPU: one launch per token. Not tried yet; take DECODE_BLOCK=128
 EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
 MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
 MAX_NEW_TOKENS = 64
@@ -143,6 +150,7 @@ RESAMPLE_FLAT_GROUPS = 0  # how often groups of equal scores are replaced (dynam
 CLIP_RANGE = 0.2  # gspo wants about 3e-4 (in bfloat16 with one optimizer step per rollout: rounding)
 CLIP_RANGE_HIGH: float | None = None  # None: CLIP_RANGE. DAPO takes 0.28, gspo about 4e-4, cispo about 4
 ENTROPY_COEF = 0.0
+SKIP_ZERO_VARIANCE_GROUPS = True  # the update leaves them out where KL_COEF and ENTROPY_COEF are 0
 TOP_ENTROPY_FRACTION = 1.0  # trains only this fraction of tokens, of highest entropy (2506.01939: 0.2)
 MASK_TRUNCATED = False  # do not train responses that were cut at MAX_NEW_TOKENS
 KL_COEF = 0.0  # weight of the KL in the loss; 0: no reference model is loaded
@@ -162,6 +170,7 @@ LOG_SAMPLES = 4  # responses per step written to samples.jsonl
 RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or a run
 OUTPUT_DIR = f"{ROOT}/checkpoints/{Path(__file__).stem}"
 SEED = 1
+DETERMINISTIC = True  # kernels that add in a fixed order: the same run gives the same bytes; slower on a GPU
 USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, WANDB_MODE
 
 # ================================================================ the maths of GRPO
@@ -312,7 +321,8 @@ class GRPOTrainer:
             self.reference = self.actor  # without its adapter
         elif KL_COEF > 0:
             synced = checkpoint / "reference" if checkpoint and REFERENCE_SYNC_STEPS else None
-            self.reference = load_model(causal, synced or REFERENCE_MODEL or ACTOR_MODEL).to(self.device)
+            path = synced or REFERENCE_MODEL or ACTOR_MODEL
+            self.reference = load_model(causal, path, is_trained=REFERENCE_SYNC_STEPS > 0).to(self.device)
         if REFERENCE_SYNC_STEPS:
             self.models["reference"] = self.reference
         if REWARD_MODEL:
@@ -323,6 +333,7 @@ class GRPOTrainer:
             self.reward_tokenizer = transformers.AutoTokenizer.from_pretrained(REWARD_MODEL)
         self.optimizers = {"policy": make_optimizer(self.actor, LEARNING_RATE)}
         self.end_ids = find_end_ids(self.actor, self.tokenizer)
+        prefill(self.actor, [[0]])  # refuses recurrent models
 
     # ------------------------------------------------------------ the algorithm
 
@@ -465,18 +476,20 @@ class GRPOTrainer:
         """Returns the reward model's score of each response, (rows,). A decoder is read at the last token, an
         encoder (it has no head `score`) reads prompt and response as a pair of texts."""
         model = self.reward_model
-        size = MICRO_BATCH_ROWS or 32
+        size = 4 * MICRO_BATCH_ROWS
         scores = torch.zeros(len(prompts))
         for first in range(0, len(prompts), size):
             pairs = list(zip(prompts, responses))[first : first + size]
             if hasattr(model, "score"):
                 ids, mask = pad_left([encode(self.reward_tokenizer, *pair) for pair in pairs], self.device)
                 check_limits(model, ids.flatten().tolist(), ids.shape[1])
-                logits = logits_of(model, ids, mask, 1)[:, 0]
+                output = forward(model, ids, mask)
+                logits = head(model, output, output.last_hidden_state[:, -1])
             else:
                 inputs = self.reward_tokenizer(pairs, padding=True, truncation=True, return_tensors="pt")
-                logits = model(**inputs.to(self.device)).logits
-            scores[first : first + size] = logits[:, 0].cpu()
+                with autocast(model.device):
+                    logits = model(**inputs.to(self.device)).logits
+            scores[first : first + size] = logits[:, 0].float().cpu()
         return scores
 
     def compute_advantages(self, batch):
@@ -499,7 +512,14 @@ class GRPOTrainer:
         for _ in range(GROUP_EPOCHS):
             order = torch.randperm(len(groups), generator=self.generator)
             for mini_batch in groups[order].tensor_split(min(MINI_BATCHES, len(groups))):
-                steps.append(self.optimizer_step(batch, mini_batch.flatten(), is_first=not steps))
+                rows = mini_batch.flatten()
+                weights = torch.zeros_like(batch.mask)
+                weights[rows] = token_weights(batch.mask[rows]) * batch.trained[rows]
+                if SKIP_ZERO_VARIANCE_GROUPS and KL_COEF == 0 and ENTROPY_COEF == 0:
+                    has_gradient = batch.advantages[rows].view(len(mini_batch), -1).any(1)
+                    has_gradient[0] |= not has_gradient.any()  # metrics need a group
+                    rows = mini_batch[has_gradient].flatten()
+                steps.append(self.optimizer_step(batch, rows, weights, is_first=not steps))
         self.seconds.update(update=time.perf_counter() - started)
         # The first optimizer step trains the policy that sampled: all ratios are 1 but for rounding
         mismatch = steps[0]["rollout_mismatch"]
@@ -510,18 +530,13 @@ class GRPOTrainer:
         metrics["entropy"] = (batch.entropies.sum() / batch.mask.sum()).item()  # of the policy that sampled
         return metrics
 
-    def optimizer_step(self, batch, rows, is_first):
-        """One optimizer step on the responses with the numbers `rows`. The loss is that of all of them: a
-        process adds up its micro-batches, then the processes add up their gradients."""
-        weights = torch.zeros_like(batch.mask)
-        weights[rows] = token_weights(batch.mask[rows]) * batch.trained[rows]
-        if KL_COEF == 0 and ENTROPY_COEF == 0:  # rows of advantage 0 have no gradient, but for terms of yours
-            has_gradient = (weights * batch.advantages)[rows].any(1)
-            has_gradient[0] = True  # metrics need a row
-            rows = rows[has_gradient]
+    def optimizer_step(self, batch, rows, weights, is_first):
+        """One optimizer step on the responses with the numbers `rows`; weights: w_t, (all rows, R). A process
+        adds up its micro-batches, then the processes add up their gradients."""
         num_tokens = batch.mask[rows].sum().item()
+        micros = micro_batches(batch, rows, MICRO_BATCH_ROWS)
         sums = Counter()
-        for micro in progress(micro_batches(self.actor, batch, rows)[rank::world_size], "micro-batches"):
+        for micro in progress(micros[rank::world_size], "micro-batches"):
             logprobs, entropy = logprobs_and_entropy(self.actor, batch, micro)
             fields = [batch.mask, weights, batch.advantages, batch.logprobs, batch.ref_logprobs]
             fields = [x[micro, : logprobs.shape[1]].to(self.device) for x in fields]
@@ -643,7 +658,10 @@ class GRPOTrainer:
         """Writes best/policy/, with an adapter merged into the weights, so that it loads without PEFT."""
         if rank > 0:
             return
-        policy = deepcopy(self.actor).merge_and_unload() if LORA_RANK else self.actor
+        policy = self.actor
+        if LORA_RANK:  # merged on the CPU: a GPU may have no room for another model
+            policy = deepcopy(self.actor.cpu()).float().merge_and_unload()
+            self.actor.to(self.device)
         with atomic_folder(self.run.folder / "best/policy") as folder:
             policy.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
@@ -696,8 +714,9 @@ class GRPOTrainer:
 # ================================================================ models
 
 
-def load_model(auto_class, path):
-    """Returns a frozen model in evaluation mode, in which it stays. Missing weights are an error."""
+def load_model(auto_class, path, is_trained=False):
+    """Returns a model in evaluation mode, in which it stays. Missing weights are an error. Linear layers that
+    are not trained, except the head, are stored in DTYPE: autocast would cast them at each call."""
     options = {"output_loading_info": True, "dtype": torch.float32, "attn_implementation": ATTENTION}
     model, info = auto_class.from_pretrained(path, **options)
     missing = info["missing_keys"] | {key[0] for key in info["mismatched_keys"]}
@@ -709,7 +728,11 @@ def load_model(auto_class, path):
     for parameter in model.parameters():
         # Weights that are mapped from a file may be unaligned, which changes a product's last bit
         parameter.data = parameter.data.clone()
-    return model.requires_grad_(False).eval()
+    heads = (model.get_output_embeddings(), getattr(model, "score", None))
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear) and layer not in heads and not is_trained:
+            layer.to(getattr(torch, DTYPE))
+    return model.requires_grad_(is_trained).eval()
 
 
 def load_trained(auto_class, path, saved):
@@ -717,17 +740,26 @@ def load_trained(auto_class, path, saved):
     if saved and (saved / "adapter_config.json").exists() != (LORA_RANK > 0):
         raise UserError(f"{saved} was trained with another LORA_RANK")
     if LORA_RANK == 0:
-        model = load_model(auto_class, saved or path).requires_grad_(True)
+        model = load_model(auto_class, saved or path, is_trained=True)
     else:
         import peft  # slow
 
         options = {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": "all-linear"}
         base = load_model(auto_class, path)
+        if base.config.model_type in ("falcon_h1", "nemotron_h"):
+            options["exclude_modules"] = ["out_proj", "conv1d"]  # PEFT refuses them
         model = peft.get_peft_model(base, peft.LoraConfig(**options, task_type="CAUSAL_LM"))
+        frozen = [name for name, _ in model.named_parameters() if name.endswith(".experts.down_proj")]
+        if frozen and rank == 0:
+            print(f"LORA_RANK adapts linear layers: experts stay frozen, as {frozen[0]}")
         if saved:
             peft.set_peft_model_state_dict(model, peft.load_peft_weights(saved, "cpu"))
     if GRADIENT_CHECKPOINTING:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Without transformers' gradient_checkpointing_enable(), which needs training mode and its dropout
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.forward = partial(checkpoint, layer.forward, **options)
     return model.eval()
 
 
@@ -801,72 +833,137 @@ def find_end_ids(model, tokenizer):
 
 
 # ================================================================ sampling and scoring
-# One path for both: the prompts are read once, then the responses continue from their keys and values, in the
-# rollout a token at a time, in scoring all tokens at once, in the update with a gradient.
+# Each distinct prompt is read once for all its rows (prefill). They continue from its keys and values: in the
+# rollout a token at a time (decode), in scoring all tokens at once, in the update with a gradient.
 
 
 class Cache(transformers.DynamicCache):
-    """Keys and values in DTYPE. Long ones have room for sampled tokens: torch.cat would copy them at each."""
+    """Keys and values in DTYPE: rotary embeddings turn keys into float32."""
+
+    place = None  # (1,) in a Decoder, if all layers have full attention: where the next token goes
+    length = None  # how many places attention then reads
 
     def update(self, keys, values, number, *args, **kwargs):
-        if DTYPE == "bfloat16":  # rotary embeddings turn keys into float32
-            keys, values = keys.bfloat16(), values.bfloat16()
-        layer = self.layers[number]
-        if layer.is_sliding or layer.get_seq_length() < 256 or keys.shape[2] > 1 or torch.is_grad_enabled():
+        keys, values = keys.to(getattr(torch, DTYPE)), values.to(getattr(torch, DTYPE))
+        if self.place is None:
             return super().update(keys, values, number, *args, **kwargs)
-        for name, new in (("keys", keys), ("values", values)):
-            old = getattr(layer, name)  # (rows, heads, T, size); old._base: the same with room
-            if old._base is None or old._base.shape[2] == old.shape[2]:
-                old = torch.cat([old, torch.zeros_like(old[:, :, :64])], 2)[:, :, : old.shape[2]]
-            old._base[:, :, old.shape[2]] = new[:, :, 0]
-            setattr(layer, name, old._base[:, :, : old.shape[2] + 1])
-        return layer.keys, layer.values
+        layer = self.layers[number]
+        layer.keys.index_copy_(2, self.place, keys)
+        layer.values.index_copy_(2, self.place, values)
+        return layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
 
 
-class Prefix:
-    """Prompts that were read, and the rows that continue them. self.logits predict each row's next token.
-    prompts: a list of ids per row. Equal ones are read once, for all their rows."""
-
-    def __init__(self, model, prompts):
-        distinct = list(dict.fromkeys(map(tuple, prompts)))
-        ids, self.mask = pad_left(distinct, model.device)  # (distinct prompts, P)
-        self.model = model
-        self.cache = Cache(config=model.config)
-        self.logits = logits_of(model, ids, self.mask, 1, self.cache)  # (distinct prompts, 1, vocabulary)
-        self.select([distinct.index(tuple(prompt)) for prompt in prompts])
-
-    def select(self, rows):
-        """Continues with these rows; a row may stand several times."""
-        rows = torch.as_tensor(rows, device=self.model.device)
-        self.cache.reorder_cache(rows)
-        self.mask, self.logits = self.mask[rows], self.logits[rows]
-
-    def read(self, ids):
-        """Appends ids (rows, T). Returns the logits (rows, T, vocabulary) that follow each."""
-        self.mask = torch.cat([self.mask, torch.ones_like(ids)], 1)
-        return logits_of(self.model, ids, self.mask, ids.shape[1], self.cache)
-
-
-def logits_of(model, ids, mask, keep, cache=None):
-    """Returns a policy's logits at the last `keep` positions, (rows, keep, vocabulary), or the values (rows,
-    keep, 1) of a model with a head `score`, which is read in float32. mask also covers what the cache has."""
+def forward(model, ids, mask, cache=None):
+    """Returns the output of a model without its head, for ids (rows, T). mask covers the cache, too."""
     positions = (mask.cumsum(1)[:, -ids.shape[1] :] - 1).clamp(min=0)
+    if cache is not None and cache.place is not None:
+        mask = mask.bool()[:, None, None]  # (rows, 1, 1, tokens): transformers takes it as it is
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-    inputs |= {"past_key_values": cache, "use_cache": cache is not None}
     with autocast(model.device):
-        if not hasattr(model, "score"):
-            return model(**inputs, logits_to_keep=keep).logits
-        hidden = model.get_decoder()(**inputs).last_hidden_state[:, -keep:]
-    return model.score(hidden.float())
+        return model.get_decoder()(**inputs, past_key_values=cache, use_cache=cache is not None)
+
+
+def head(model, output, hidden):
+    """Returns the logits (tokens, vocabulary) of hidden states (tokens, width), or the values (tokens, 1) of
+    a model with a head `score`, in float32. Some models scale or cap their logits, so the model's own
+    forward() computes them: for this call the rest of the model is replaced by its result."""
+    decoder = model.get_decoder()
+    hidden = hidden.float()
+    with torch.autocast(model.device.type, enabled=False):
+        if hasattr(model, "score"):
+            return model.score(hidden)
+        decoder.forward = lambda *_, **__: type(output)(last_hidden_state=hidden.unsqueeze(0))
+        try:
+            return model(input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.long)).logits[0]
+        finally:
+            del decoder.forward
 
 
 def pad_left(rows, device):
     """Returns lists of ids as one tensor, (rows, length of the longest), and its mask."""
-    width = max(map(len, rows))
-    padded = torch.zeros(2, len(rows), width, dtype=torch.long)  # ids and mask
-    for number, row in enumerate(rows):
-        padded[:, number, width - len(row) :] = torch.tensor([row, [1] * len(row)])
-    return tuple(padded.to(device))
+    ids = [torch.tensor(row) for row in rows]
+    mask = [torch.ones_like(row) for row in ids]
+    options = {"batch_first": True, "padding_side": "left"}
+    return pad_sequence(ids, **options).to(device), pad_sequence(mask, **options).to(device)
+
+
+def prefill(model, prompts):
+    """Reads the distinct ones of `prompts`, a list of ids for each row. Returns the cache, the mask (rows, P)
+    and the model's output without its head, whose last_hidden_state (rows, 1, width) is that of the end."""
+    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    rows = torch.tensor([numbers[tuple(prompt)] for prompt in prompts], device=model.device)
+    ids, mask = pad_left(numbers, model.device)  # (distinct prompts, P)
+    cache = Cache(config=model.config)
+    output = forward(model, ids, mask, cache)
+    if getattr(output, "past_key_values", None) is not cache:
+        raise UserError(f"{model.name_or_path} keeps no keys and values: recurrent models cannot be trained")
+    output.last_hidden_state = output.last_hidden_state[rows, -1:]
+    cache.reorder_cache(rows)
+    return cache, mask[rows], output
+
+
+class Decoder:
+    """Reads prompts, then a token of each row at a time. self.logits (rows, vocabulary) predict the next.
+
+    If all layers have full attention, a token is written into memory that does not move. There a GPU can run
+    the kernels of a token as one CUDA graph: launching them one by one takes longer than they run."""
+
+    def __init__(self, model, prompts):
+        self.model = model
+        self.cache, mask, output = prefill(model, prompts)
+        self.logits = head(model, output, output.last_hidden_state[:, 0])
+        self.padding = (mask == 0).sum(1, keepdim=True)  # places before each prompt
+        self.length = self.capacity = mask.shape[1]
+        self.place = torch.tensor([self.length], device=model.device)  # of the next token
+        has_full_attention = all(type(layer) is DynamicLayer for layer in self.cache.layers)
+        config = model.config
+        if (
+            has_full_attention
+            and config._attn_implementation == "sdpa"
+            and not getattr(config, "alibi", False)
+        ):
+            self.cache.place = self.place  # else transformers appends to a copy
+        self.uses_graph = CUDA_GRAPHS and model.device.type == "cuda" and self.cache.place is not None
+        self.graph = None
+
+    def select(self, rows):
+        """Continues with these rows; a row may stand several times."""
+        self.cache.reorder_cache(rows)
+        self.padding = self.padding[rows]
+        self.graph = None  # it reads the memory of before
+
+    def decode(self, tokens):
+        """Reads a token of each row, (rows,)."""
+        if self.cache.place is not None and self.length == self.capacity:
+            for layer in self.cache.layers:  # keys and values: (rows, heads, places, size)
+                for name in ("keys", "values"):
+                    old = getattr(layer, name)
+                    setattr(layer, name, torch.cat([old, torch.zeros_like(old[:, :, :DECODE_BLOCK])], 2))
+            self.capacity += min(DECODE_BLOCK, self.capacity)
+            self.graph = None
+        self.length += 1
+        if self.graph:
+            self.tokens.copy_(tokens.unsqueeze(1))
+            self.graph.replay()
+            self.logits = self.graph_logits
+            return
+        self.tokens = tokens.unsqueeze(1)
+        self.cache.length = self.capacity if self.uses_graph else self.length
+        torch.use_deterministic_algorithms(False)  # a deterministic index_copy_ copies the whole cache
+        self.logits = self.step()
+        if self.uses_graph:  # records a step without running it; the one above has set up the libraries
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.graph_logits = self.step()
+        torch.use_deterministic_algorithms(DETERMINISTIC)
+
+    def step(self):
+        """Reads self.tokens (rows, 1). Returns the logits after them, (rows, vocabulary)."""
+        places = torch.arange(self.cache.length, device=self.model.device)
+        mask = (places >= self.padding) & (places <= self.place)
+        output = forward(self.model, self.tokens, mask.long(), self.cache)
+        self.place += 1
+        return head(self.model, output, output.last_hidden_state[:, 0])
 
 
 def sample_tokens(probabilities, uniform):
@@ -881,15 +978,14 @@ def sample_tokens(probabilities, uniform):
 def generate(model, prompts, uniform, end_ids):
     """Returns ids, their log-probabilities and entropies, (rows, MAX_NEW_TOKENS), arbitrary after an end."""
     device = model.device
-    prefix = Prefix(model, prompts)
-    logits = prefix.logits
+    decoder = Decoder(model, prompts)
     rows = torch.arange(len(prompts), device=device)  # those that are not finished
     ids = torch.full((len(prompts), MAX_NEW_TOKENS), end_ids[0], device=device)
     logprobs, entropies = torch.zeros(2, len(prompts), MAX_NEW_TOKENS, device=device)
     ends = torch.tensor(end_ids, device=device)
     is_finished = torch.zeros_like(rows, dtype=torch.bool)
     for t in progress(range(MAX_NEW_TOKENS), "tokens"):
-        distribution = sampling_logprobs(logits[:, -1])  # (rows, vocabulary)
+        distribution = sampling_logprobs(decoder.logits)  # (rows, vocabulary)
         probabilities = distribution.exp()
         tokens = distribution.argmax(-1)
         if uniform is not None:
@@ -903,77 +999,71 @@ def generate(model, prompts, uniform, end_ids):
             if len(keep) == 0:
                 break
             if len(keep) <= 0.75 * len(rows):  # dropping rows copies the cache: drop many at once
-                prefix.select(keep)
+                decoder.select(keep)
                 rows, tokens, is_finished = rows[keep], tokens[keep], is_finished[keep]
         if t + 1 < MAX_NEW_TOKENS:
-            logits = prefix.read(tokens.unsqueeze(1))
+            decoder.decode(tokens)
     return ids.cpu(), logprobs.cpu(), entropies.cpu()
 
 
-def response_logits(model, batch, rows):
-    """Returns logits (rows, R, vocabulary) that predict each token of the responses with the numbers `rows`.
-    Gradient checkpointing knows no cache: with it each row is read with its prompt, in one sequence."""
-    width = int(batch.lengths[rows].max())
+def response_output(model, batch, rows):
+    """Returns the ids (rows, R) of the responses with the numbers `rows`, and the model's output without its
+    head, whose last_hidden_state (rows, R, width) stands before each of these tokens. What cannot continue
+    from a cache with a gradient, recomputed or recurrent layers, is read in whole sequences."""
     prompts = [batch.rows[i]["ids"] for i in rows]
-    ids = batch.ids[rows, :width].to(model.device)
-    if GRADIENT_CHECKPOINTING and torch.is_grad_enabled():
+    ids = batch.ids[rows, : int(batch.lengths[rows].max())].to(model.device)
+    is_recurrent = any(not isinstance(layer, DynamicLayer) for layer in Cache(config=model.config).layers)
+    if torch.is_grad_enabled() and (GRADIENT_CHECKPOINTING or is_recurrent):
         prompt_ids, mask = pad_left(prompts, model.device)
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
-        ids = torch.cat([prompt_ids, ids], 1)
-        # Layers recompute activations in training mode alone. There they use no cache: it is off in rollouts
-        layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-        for layer in layers:
-            layer.training = True  # the layer alone, not what it consists of: no dropout
-        logits = logits_of(model, ids, mask, width + 1)
-        for layer in layers:
-            layer.training = False
-        return logits[:, :-1]
-    prefix = Prefix(model, prompts)
-    if width == 1:
-        return prefix.logits
-    return torch.cat([prefix.logits, prefix.read(ids[:, :-1])], 1)  # the last token is only predicted
+        output = forward(model, torch.cat([prompt_ids, ids], 1), mask)
+        output.last_hidden_state = output.last_hidden_state[:, -ids.shape[1] - 1 : -1]
+        return ids, output
+    cache, mask, output = prefill(model, prompts)
+    if ids.shape[1] > 1:  # the last token is only predicted
+        last_of_prompt = output.last_hidden_state
+        output = forward(model, ids[:, :-1], torch.cat([mask, torch.ones_like(ids[:, 1:])], 1), cache)
+        output.last_hidden_state = torch.cat([last_of_prompt, output.last_hidden_state], 1)
+    return ids, output
 
 
 def logprobs_and_entropy(model, batch, rows):
-    """Returns log-probabilities of response tokens, (rows, R), and if ENTROPY_COEF needs them entropies."""
-    distribution = sampling_logprobs(response_logits(model, batch, rows))
-    ids = batch.ids[rows, : distribution.shape[1]].to(model.device)
-    logprobs = distribution.gather(2, ids.unsqueeze(2)).squeeze(2)
+    """Returns log-probabilities and entropies of the tokens of responses `rows`, two (rows, R), 0 after
+    the end. Logits are held for LOGIT_CHUNK tokens at a time: the backward pass computes them again."""
+    ids, output = response_output(model, batch, rows)
+    is_token = torch.arange(ids.shape[1]) < batch.lengths[rows].unsqueeze(1)
+    is_token = is_token.to(model.device)
+    chunks = zip(output.last_hidden_state[is_token].split(LOGIT_CHUNK), ids[is_token].split(LOGIT_CHUNK))
+    results = [checkpoint(chunk_logprobs, model, output, *x, use_reentrant=False) for x in chunks]
+    zeros = torch.zeros(ids.shape, device=model.device)
+    logprobs, entropies = [zeros.masked_scatter(is_token, torch.cat(values)) for values in zip(*results)]
+    return logprobs, entropies
+
+
+def chunk_logprobs(model, output, hidden, ids):
+    """Returns log-probabilities and entropies (0 if not needed) of tokens, two (tokens,)."""
+    distribution = sampling_logprobs(head(model, output, hidden))  # (tokens, vocabulary)
+    logprobs = distribution.gather(1, ids.unsqueeze(1)).squeeze(1)
     if ENTROPY_COEF == 0:
-        return logprobs, None
+        return logprobs, torch.zeros_like(logprobs)
     return logprobs, -(distribution.exp() * distribution).sum(-1)
 
 
+@torch.no_grad()
 def all_logprobs(model, batch):
     """Returns the log-probabilities of all response tokens, (rows, R), 0 outside the mask."""
     result = torch.zeros_like(batch.logprobs)
-    for rows in micro_batches(model, batch, torch.arange(len(batch.rows))):
+    for rows in micro_batches(batch, torch.arange(len(batch.rows)), 4 * MICRO_BATCH_ROWS):
         logprobs, _ = logprobs_and_entropy(model, batch, rows)
         result[rows, : logprobs.shape[1]] = logprobs.cpu()
     return result * batch.mask
 
 
-def micro_batches(model, batch, rows):
+def micro_batches(batch, rows, size):
     """Cuts row numbers into micro-batches, the longest first; groups of like length stand together."""
     longest = batch.lengths.view(len(batch.rows) // GROUP_SIZE, GROUP_SIZE).amax(1)  # of each group
     order = longest.repeat_interleave(GROUP_SIZE)[rows].argsort(descending=True, stable=True)
-    return [micro for micro in rows[order].split(micro_batch_rows(model, batch)) if len(micro) > 0]
-
-
-def micro_batch_rows(model, batch):
-    """Returns MICRO_BATCH_ROWS, or as many rows as take about a quarter of the memory, at most 64."""
-    if MICRO_BATCH_ROWS:
-        return MICRO_BATCH_ROWS
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if model.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(model.device).total_memory
-    memory = 2 ** int(math.log2(memory))  # rounded: equal on machines that are alike
-    config = model.config.get_text_config()
-    # An estimate: eight copies of a token's logits, and 40 numbers per layer and hidden unit
-    token_numbers = 8 * config.vocab_size + 40 * config.num_hidden_layers * config.hidden_size
-    length = batch.ids.shape[1] + max(map(len, column(batch.rows, "ids")), default=0)
-    row_bytes = max(1, length * token_numbers * {"float32": 4, "bfloat16": 2}[DTYPE])
-    return max(1, min(64, memory // 4 // row_bytes))
+    return [micro for micro in rows[order].split(size) if len(micro) > 0]
 
 
 # ================================================================ data
@@ -1145,8 +1235,10 @@ def reward_arguments(batch):
 def join_processes():
     """Joins torchrun's processes and asks for kernels that add in a fixed order. Returns the device."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(DETERMINISTIC)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
+    # Float32 logits of a bfloat16 model: 10 bits of each factor (TF32) instead of 7, and float32 sums
+    torch.backends.cuda.matmul.allow_tf32 = DTYPE == "bfloat16"
     default = f"cuda:{gpu}" if DEVICE == "cuda" or torch.cuda.is_available() else "cpu"
     name = default if DEVICE in ("auto", "cuda") else DEVICE
     if name.startswith("cuda:") and torch.cuda.is_available():
@@ -1346,7 +1438,10 @@ def atomic_folder(path):
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
     yield tmp
-    os.sync()  # what was written is on the disk before its name is
+    for file in [*tmp.rglob("*"), tmp]:  # what was written is on the disk before its name is
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
     shutil.rmtree(path, ignore_errors=True)
     tmp.rename(path)
 
@@ -1453,6 +1548,7 @@ def check_constants():
         "KL_ESTIMATOR is k2 or k3": KL_ESTIMATOR in ("k2", "k3"),
         "TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM are above 0": min(TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM) > 0,
         "GROUP_SIZE is at least 2": GROUP_SIZE >= 2,
+        "MICRO_BATCH_ROWS is at least 1": MICRO_BATCH_ROWS >= 1,
         "PROMPT_TEMPLATE contains {input}": "{input}" in PROMPT_TEMPLATE,
         "there is a REWARD_MODEL or a reward function": REWARD_MODEL or REWARD_FUNCTIONS,
         "REFERENCE_MODEL needs KL_COEF > 0": KL_COEF > 0 or not REFERENCE_MODEL,

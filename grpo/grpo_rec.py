@@ -762,6 +762,7 @@ class RecTrainer:
 # ================================================================ models
 
 
+# differs: all in float32, as the reference becomes the policy
 def load_model(auto_class, path):
     """Returns a frozen model in evaluation mode, in which it stays. Missing weights are an error."""
     options = {"output_loading_info": True, "dtype": torch.float32, "attn_implementation": ATTENTION}
@@ -859,11 +860,10 @@ def logits_of(model, ids, mask, keep, cache=None):
 
 def pad_left(rows, device):
     """Returns lists of ids as one tensor, (rows, length of the longest), and its mask."""
-    width = max(map(len, rows))
-    padded = torch.zeros(2, len(rows), width, dtype=torch.long)  # ids and mask
-    for number, row in enumerate(rows):
-        padded[:, number, width - len(row) :] = torch.tensor([row, [1] * len(row)])
-    return tuple(padded.to(device))
+    ids = [torch.tensor(row) for row in rows]
+    mask = [torch.ones_like(row) for row in ids]
+    options = {"batch_first": True, "padding_side": "left"}
+    return pad_sequence(ids, **options).to(device), pad_sequence(mask, **options).to(device)
 
 
 def response_logits(model, batch, rows):
@@ -1297,7 +1297,10 @@ def atomic_folder(path):
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
     yield tmp
-    os.sync()  # what was written is on the disk before its name is
+    for file in [*tmp.rglob("*"), tmp]:  # what was written is on the disk before its name is
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
     shutil.rmtree(path, ignore_errors=True)
     tmp.rename(path)
 

@@ -46,6 +46,7 @@ from collections import Counter
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,7 +62,10 @@ import torch
 import torch.distributed as dist
 import transformers
 from matplotlib.figure import Figure
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 rank, world_size, gpu = 0, 1, 0  # of this process under torchrun; rank 0 alone asks, writes and prints
@@ -82,7 +86,7 @@ CRITIC_MODEL: str | None = None  # None: the actor's weights. A value head that 
 REWARD_MODEL: str | None = f"{ROOT}/data/tiny/reward_model"  # classifier with one label; or None
 LORA_RANK = 0  # 0: all weights are trained; > 0: LoRA adapters of this rank on all linear layers (2106.09685)
 LORA_ALPHA = 32.0  # an adapter's output is scaled by LORA_ALPHA / LORA_RANK
-DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state stay float32)
+DTYPE = "float32"  # float32 | bfloat16 (autocast; what is trained and logits stay float32)
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1
 ATTENTION: str | None = None  # sdpa | eager | flash_attention_2 (if installed); None: what the model has
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, slower
@@ -110,7 +114,10 @@ ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is
 BATCH_SIZE = 16  # prompts sampled at a time
 GRADIENT_ACCUMULATION_STEPS = 2  # a step has BATCH_SIZE times this many prompts; micro-batches: see below
 GROUP_SIZE = 4  # responses per prompt
-MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: as memory allows
+MICRO_BATCH_ROWS = 32  # responses per forward and backward pass; scoring takes four times as many
+LOGIT_CHUNK = 256  # tokens whose logits are held at a time; the backward pass computes them again
+DECODE_BLOCK = 32  # tokens by which keys and values grow in sampling; each block needs a new CUDA graph
+CUDA_GRAPHS = False  # in sampling on a GPU: one launch per token. Not tried yet; take DECODE_BLOCK=128
 EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
 MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
 MAX_NEW_TOKENS = 64
@@ -154,6 +161,7 @@ LOG_SAMPLES = 4  # responses per step written to samples.jsonl
 RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or a run
 OUTPUT_DIR = f"{ROOT}/checkpoints/{Path(__file__).stem}"
 SEED = 1
+DETERMINISTIC = True  # kernels that add in a fixed order: the same run gives the same bytes; slower on a GPU
 USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, WANDB_MODE
 
 # ================================================================ the maths of PPO
@@ -323,6 +331,7 @@ class PPOTrainer:
         self.optimizers = {"policy": make_optimizer(self.actor, LEARNING_RATE)}
         self.optimizers["critic"] = make_optimizer(self.critic, CRITIC_LEARNING_RATE)
         self.end_ids = find_end_ids(self.actor, self.tokenizer)
+        prefill(self.actor, [[0]])  # refuses recurrent models
 
     # ------------------------------------------------------------ the algorithm
 
@@ -454,18 +463,20 @@ class PPOTrainer:
         """Returns the reward model's score of each response, (rows,). A decoder is read at the last token, an
         encoder (it has no head `score`) reads prompt and response as a pair of texts."""
         model = self.reward_model
-        size = MICRO_BATCH_ROWS or 32
+        size = 4 * MICRO_BATCH_ROWS
         scores = torch.zeros(len(prompts))
         for first in range(0, len(prompts), size):
             pairs = list(zip(prompts, responses))[first : first + size]
             if hasattr(model, "score"):
                 ids, mask = pad_left([encode(self.reward_tokenizer, *pair) for pair in pairs], self.device)
                 check_limits(model, ids.flatten().tolist(), ids.shape[1])
-                logits = logits_of(model, ids, mask, 1)[:, 0]
+                output = forward(model, ids, mask)
+                logits = head(model, output, output.last_hidden_state[:, -1])
             else:
                 inputs = self.reward_tokenizer(pairs, padding=True, truncation=True, return_tensors="pt")
-                logits = model(**inputs.to(self.device)).logits
-            scores[first : first + size] = logits[:, 0].cpu()
+                with autocast(model.device):
+                    logits = model(**inputs.to(self.device)).logits
+            scores[first : first + size] = logits[:, 0].float().cpu()
         return scores
 
     def compute_advantages(self, batch):
@@ -509,9 +520,12 @@ class PPOTrainer:
         """One step of both optimizers on the responses with the numbers `rows`. The loss is the mean over all
         their tokens: a process adds up its micro-batches, then the processes add up their gradients."""
         num_tokens = batch.mask[rows].sum().item()
+        micros = micro_batches(batch, rows, MICRO_BATCH_ROWS)
+        trains_policy = self.state.step > CRITIC_WARMUP_STEPS
         sums = Counter()
-        for micro in progress(micro_batches(self.actor, batch, rows)[rank::world_size], "micro-batches"):
-            logprobs, entropy = logprobs_and_entropy(self.actor, batch, micro)
+        for micro in progress(micros[rank::world_size], "micro-batches"):
+            with torch.set_grad_enabled(trains_policy):
+                logprobs, entropy = logprobs_and_entropy(self.actor, batch, micro)
             fields = [batch.mask, batch.logprobs, batch.advantages, batch.values, batch.returns]
             fields = [x[micro, : logprobs.shape[1]].to(self.device) for x in fields]
             mask, old_logprobs, advantages, old_values, returns = fields
@@ -520,7 +534,7 @@ class PPOTrainer:
             losses = policy_losses  # add a term here; policy_loss is logged without it
             if ENTROPY_COEF:
                 losses = losses - ENTROPY_COEF * entropy
-            if self.state.step > CRITIC_WARMUP_STEPS:
+            if trains_policy:
                 ((losses * mask).sum() / num_tokens).backward()
 
             values = token_values(self.critic, batch, micro)
@@ -532,7 +546,7 @@ class PPOTrainer:
             stats["rollout_mismatch"] = (logprobs - old_logprobs).abs().clamp(max=20)
             for name, x in stats.items():
                 sums[name] += (mask * x).sum().detach() / num_tokens
-        if self.state.step <= CRITIC_WARMUP_STEPS:
+        if not trains_policy:
             return clip_and_step({"critic": self.optimizers["critic"]}, sums, self.run)
         return clip_and_step(self.optimizers, sums, self.run)
 
@@ -631,7 +645,10 @@ class PPOTrainer:
         """Writes best/policy/, with an adapter merged into the weights, so that it loads without PEFT."""
         if rank > 0:
             return
-        policy = deepcopy(self.actor).merge_and_unload() if LORA_RANK else self.actor
+        policy = self.actor
+        if LORA_RANK:  # merged on the CPU: a GPU may have no room for another model
+            policy = deepcopy(self.actor.cpu()).float().merge_and_unload()
+            self.actor.to(self.device)
         with atomic_folder(self.run.folder / "best/policy") as folder:
             policy.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
@@ -685,9 +702,10 @@ class PPOTrainer:
 
 
 # differs: a critic may begin without a value head
-def load_model(auto_class, path, is_critic=False):
-    """Returns a frozen model in evaluation mode, in which it stays. Missing weights are an error, but a
-    critic's value head, if it is missing or has another shape, starts at 0."""
+def load_model(auto_class, path, is_trained=False, is_critic=False):
+    """Returns a model in evaluation mode, in which it stays. Missing weights are an error, but the value head
+    of a critic starts at 0 if it is missing or has another shape. Linear layers that are not trained, except
+    the head, are stored in DTYPE: autocast would cast them at each call."""
     options = {"output_loading_info": True, "dtype": torch.float32, "attn_implementation": ATTENTION}
     if is_critic:
         options |= {"num_labels": 1, "ignore_mismatched_sizes": True}
@@ -704,7 +722,11 @@ def load_model(auto_class, path, is_critic=False):
     for parameter in model.parameters():
         # Weights that are mapped from a file may be unaligned, which changes a product's last bit
         parameter.data = parameter.data.clone()
-    return model.requires_grad_(False).eval()
+    heads = (model.get_output_embeddings(), getattr(model, "score", None))
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear) and layer not in heads and not is_trained:
+            layer.to(getattr(torch, DTYPE))
+    return model.requires_grad_(is_trained).eval()
 
 
 # differs: a critic may begin without a value head
@@ -714,18 +736,27 @@ def load_trained(auto_class, path, saved):
     if saved and (saved / "adapter_config.json").exists() != (LORA_RANK > 0):
         raise UserError(f"{saved} was trained with another LORA_RANK")
     if LORA_RANK == 0:
-        model = load_model(auto_class, saved or path, is_critic).requires_grad_(True)
+        model = load_model(auto_class, saved or path, is_trained=True, is_critic=is_critic)
     else:
         import peft  # slow
 
         task = "SEQ_CLS" if is_critic else "CAUSAL_LM"  # SEQ_CLS trains the head whole
         options = {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": "all-linear"}
-        base = load_model(auto_class, path, is_critic)
+        base = load_model(auto_class, path, is_critic=is_critic)
+        if base.config.model_type in ("falcon_h1", "nemotron_h"):
+            options["exclude_modules"] = ["out_proj", "conv1d"]  # PEFT refuses them
         model = peft.get_peft_model(base, peft.LoraConfig(**options, task_type=task))
+        frozen = [name for name, _ in model.named_parameters() if name.endswith(".experts.down_proj")]
+        if frozen and rank == 0:
+            print(f"LORA_RANK adapts linear layers: experts stay frozen, as {frozen[0]}")
         if saved:
             peft.set_peft_model_state_dict(model, peft.load_peft_weights(saved, "cpu"))
     if GRADIENT_CHECKPOINTING:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Without transformers' gradient_checkpointing_enable(), which needs training mode and its dropout
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.forward = partial(checkpoint, layer.forward, **options)
     return model.eval()
 
 
@@ -799,72 +830,137 @@ def find_end_ids(model, tokenizer):
 
 
 # ================================================================ sampling and scoring
-# One path for both: the prompts are read once, then the responses continue from their keys and values, in the
-# rollout a token at a time, in scoring all tokens at once, in the update with a gradient.
+# Each distinct prompt is read once for all its rows (prefill). They continue from its keys and values: in the
+# rollout a token at a time (decode), in scoring all tokens at once, in the update with a gradient.
 
 
 class Cache(transformers.DynamicCache):
-    """Keys and values in DTYPE. Long ones have room for sampled tokens: torch.cat would copy them at each."""
+    """Keys and values in DTYPE: rotary embeddings turn keys into float32."""
+
+    place = None  # (1,) in a Decoder, if all layers have full attention: where the next token goes
+    length = None  # how many places attention then reads
 
     def update(self, keys, values, number, *args, **kwargs):
-        if DTYPE == "bfloat16":  # rotary embeddings turn keys into float32
-            keys, values = keys.bfloat16(), values.bfloat16()
-        layer = self.layers[number]
-        if layer.is_sliding or layer.get_seq_length() < 256 or keys.shape[2] > 1 or torch.is_grad_enabled():
+        keys, values = keys.to(getattr(torch, DTYPE)), values.to(getattr(torch, DTYPE))
+        if self.place is None:
             return super().update(keys, values, number, *args, **kwargs)
-        for name, new in (("keys", keys), ("values", values)):
-            old = getattr(layer, name)  # (rows, heads, T, size); old._base: the same with room
-            if old._base is None or old._base.shape[2] == old.shape[2]:
-                old = torch.cat([old, torch.zeros_like(old[:, :, :64])], 2)[:, :, : old.shape[2]]
-            old._base[:, :, old.shape[2]] = new[:, :, 0]
-            setattr(layer, name, old._base[:, :, : old.shape[2] + 1])
-        return layer.keys, layer.values
+        layer = self.layers[number]
+        layer.keys.index_copy_(2, self.place, keys)
+        layer.values.index_copy_(2, self.place, values)
+        return layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
 
 
-class Prefix:
-    """Prompts that were read, and the rows that continue them. self.logits predict each row's next token.
-    prompts: a list of ids per row. Equal ones are read once, for all their rows."""
-
-    def __init__(self, model, prompts):
-        distinct = list(dict.fromkeys(map(tuple, prompts)))
-        ids, self.mask = pad_left(distinct, model.device)  # (distinct prompts, P)
-        self.model = model
-        self.cache = Cache(config=model.config)
-        self.logits = logits_of(model, ids, self.mask, 1, self.cache)  # (distinct prompts, 1, vocabulary)
-        self.select([distinct.index(tuple(prompt)) for prompt in prompts])
-
-    def select(self, rows):
-        """Continues with these rows; a row may stand several times."""
-        rows = torch.as_tensor(rows, device=self.model.device)
-        self.cache.reorder_cache(rows)
-        self.mask, self.logits = self.mask[rows], self.logits[rows]
-
-    def read(self, ids):
-        """Appends ids (rows, T). Returns the logits (rows, T, vocabulary) that follow each."""
-        self.mask = torch.cat([self.mask, torch.ones_like(ids)], 1)
-        return logits_of(self.model, ids, self.mask, ids.shape[1], self.cache)
-
-
-def logits_of(model, ids, mask, keep, cache=None):
-    """Returns a policy's logits at the last `keep` positions, (rows, keep, vocabulary), or the values (rows,
-    keep, 1) of a model with a head `score`, which is read in float32. mask also covers what the cache has."""
+def forward(model, ids, mask, cache=None):
+    """Returns the output of a model without its head, for ids (rows, T). mask covers the cache, too."""
     positions = (mask.cumsum(1)[:, -ids.shape[1] :] - 1).clamp(min=0)
+    if cache is not None and cache.place is not None:
+        mask = mask.bool()[:, None, None]  # (rows, 1, 1, tokens): transformers takes it as it is
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-    inputs |= {"past_key_values": cache, "use_cache": cache is not None}
     with autocast(model.device):
-        if not hasattr(model, "score"):
-            return model(**inputs, logits_to_keep=keep).logits
-        hidden = model.get_decoder()(**inputs).last_hidden_state[:, -keep:]
-    return model.score(hidden.float())
+        return model.get_decoder()(**inputs, past_key_values=cache, use_cache=cache is not None)
+
+
+def head(model, output, hidden):
+    """Returns the logits (tokens, vocabulary) of hidden states (tokens, width), or the values (tokens, 1) of
+    a model with a head `score`, in float32. Some models scale or cap their logits, so the model's own
+    forward() computes them: for this call the rest of the model is replaced by its result."""
+    decoder = model.get_decoder()
+    hidden = hidden.float()
+    with torch.autocast(model.device.type, enabled=False):
+        if hasattr(model, "score"):
+            return model.score(hidden)
+        decoder.forward = lambda *_, **__: type(output)(last_hidden_state=hidden.unsqueeze(0))
+        try:
+            return model(input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.long)).logits[0]
+        finally:
+            del decoder.forward
 
 
 def pad_left(rows, device):
     """Returns lists of ids as one tensor, (rows, length of the longest), and its mask."""
-    width = max(map(len, rows))
-    padded = torch.zeros(2, len(rows), width, dtype=torch.long)  # ids and mask
-    for number, row in enumerate(rows):
-        padded[:, number, width - len(row) :] = torch.tensor([row, [1] * len(row)])
-    return tuple(padded.to(device))
+    ids = [torch.tensor(row) for row in rows]
+    mask = [torch.ones_like(row) for row in ids]
+    options = {"batch_first": True, "padding_side": "left"}
+    return pad_sequence(ids, **options).to(device), pad_sequence(mask, **options).to(device)
+
+
+def prefill(model, prompts):
+    """Reads the distinct ones of `prompts`, a list of ids for each row. Returns the cache, the mask (rows, P)
+    and the model's output without its head, whose last_hidden_state (rows, 1, width) is that of the end."""
+    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    rows = torch.tensor([numbers[tuple(prompt)] for prompt in prompts], device=model.device)
+    ids, mask = pad_left(numbers, model.device)  # (distinct prompts, P)
+    cache = Cache(config=model.config)
+    output = forward(model, ids, mask, cache)
+    if getattr(output, "past_key_values", None) is not cache:
+        raise UserError(f"{model.name_or_path} keeps no keys and values: recurrent models cannot be trained")
+    output.last_hidden_state = output.last_hidden_state[rows, -1:]
+    cache.reorder_cache(rows)
+    return cache, mask[rows], output
+
+
+class Decoder:
+    """Reads prompts, then a token of each row at a time. self.logits (rows, vocabulary) predict the next.
+
+    If all layers have full attention, a token is written into memory that does not move. There a GPU can run
+    the kernels of a token as one CUDA graph: launching them one by one takes longer than they run."""
+
+    def __init__(self, model, prompts):
+        self.model = model
+        self.cache, mask, output = prefill(model, prompts)
+        self.logits = head(model, output, output.last_hidden_state[:, 0])
+        self.padding = (mask == 0).sum(1, keepdim=True)  # places before each prompt
+        self.length = self.capacity = mask.shape[1]
+        self.place = torch.tensor([self.length], device=model.device)  # of the next token
+        has_full_attention = all(type(layer) is DynamicLayer for layer in self.cache.layers)
+        config = model.config
+        if (
+            has_full_attention
+            and config._attn_implementation == "sdpa"
+            and not getattr(config, "alibi", False)
+        ):
+            self.cache.place = self.place  # else transformers appends to a copy
+        self.uses_graph = CUDA_GRAPHS and model.device.type == "cuda" and self.cache.place is not None
+        self.graph = None
+
+    def select(self, rows):
+        """Continues with these rows; a row may stand several times."""
+        self.cache.reorder_cache(rows)
+        self.padding = self.padding[rows]
+        self.graph = None  # it reads the memory of before
+
+    def decode(self, tokens):
+        """Reads a token of each row, (rows,)."""
+        if self.cache.place is not None and self.length == self.capacity:
+            for layer in self.cache.layers:  # keys and values: (rows, heads, places, size)
+                for name in ("keys", "values"):
+                    old = getattr(layer, name)
+                    setattr(layer, name, torch.cat([old, torch.zeros_like(old[:, :, :DECODE_BLOCK])], 2))
+            self.capacity += min(DECODE_BLOCK, self.capacity)
+            self.graph = None
+        self.length += 1
+        if self.graph:
+            self.tokens.copy_(tokens.unsqueeze(1))
+            self.graph.replay()
+            self.logits = self.graph_logits
+            return
+        self.tokens = tokens.unsqueeze(1)
+        self.cache.length = self.capacity if self.uses_graph else self.length
+        torch.use_deterministic_algorithms(False)  # a deterministic index_copy_ copies the whole cache
+        self.logits = self.step()
+        if self.uses_graph:  # records a step without running it; the one above has set up the libraries
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.graph_logits = self.step()
+        torch.use_deterministic_algorithms(DETERMINISTIC)
+
+    def step(self):
+        """Reads self.tokens (rows, 1). Returns the logits after them, (rows, vocabulary)."""
+        places = torch.arange(self.cache.length, device=self.model.device)
+        mask = (places >= self.padding) & (places <= self.place)
+        output = forward(self.model, self.tokens, mask.long(), self.cache)
+        self.place += 1
+        return head(self.model, output, output.last_hidden_state[:, 0])
 
 
 def sample_tokens(probabilities, uniform):
@@ -879,15 +975,14 @@ def sample_tokens(probabilities, uniform):
 def generate(model, prompts, uniform, end_ids):
     """Returns ids, their log-probabilities and entropies, (rows, MAX_NEW_TOKENS), arbitrary after an end."""
     device = model.device
-    prefix = Prefix(model, prompts)
-    logits = prefix.logits
+    decoder = Decoder(model, prompts)
     rows = torch.arange(len(prompts), device=device)  # those that are not finished
     ids = torch.full((len(prompts), MAX_NEW_TOKENS), end_ids[0], device=device)
     logprobs, entropies = torch.zeros(2, len(prompts), MAX_NEW_TOKENS, device=device)
     ends = torch.tensor(end_ids, device=device)
     is_finished = torch.zeros_like(rows, dtype=torch.bool)
     for t in progress(range(MAX_NEW_TOKENS), "tokens"):
-        distribution = sampling_logprobs(logits[:, -1])  # (rows, vocabulary)
+        distribution = sampling_logprobs(decoder.logits)  # (rows, vocabulary)
         probabilities = distribution.exp()
         tokens = distribution.argmax(-1)
         if uniform is not None:
@@ -901,44 +996,53 @@ def generate(model, prompts, uniform, end_ids):
             if len(keep) == 0:
                 break
             if len(keep) <= 0.75 * len(rows):  # dropping rows copies the cache: drop many at once
-                prefix.select(keep)
+                decoder.select(keep)
                 rows, tokens, is_finished = rows[keep], tokens[keep], is_finished[keep]
         if t + 1 < MAX_NEW_TOKENS:
-            logits = prefix.read(tokens.unsqueeze(1))
+            decoder.decode(tokens)
     return ids.cpu(), logprobs.cpu(), entropies.cpu()
 
 
-def response_logits(model, batch, rows):
-    """Returns logits (rows, R, vocabulary) that predict each token of the responses with the numbers `rows`.
-    Gradient checkpointing knows no cache: with it each row is read with its prompt, in one sequence."""
-    width = int(batch.lengths[rows].max())
+def response_output(model, batch, rows):
+    """Returns the ids (rows, R) of the responses with the numbers `rows`, and the model's output without its
+    head, whose last_hidden_state (rows, R, width) stands before each of these tokens. What cannot continue
+    from a cache with a gradient, recomputed or recurrent layers, is read in whole sequences."""
     prompts = [batch.rows[i]["ids"] for i in rows]
-    ids = batch.ids[rows, :width].to(model.device)
-    if GRADIENT_CHECKPOINTING and torch.is_grad_enabled():
+    ids = batch.ids[rows, : int(batch.lengths[rows].max())].to(model.device)
+    is_recurrent = any(not isinstance(layer, DynamicLayer) for layer in Cache(config=model.config).layers)
+    if torch.is_grad_enabled() and (GRADIENT_CHECKPOINTING or is_recurrent):
         prompt_ids, mask = pad_left(prompts, model.device)
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
-        ids = torch.cat([prompt_ids, ids], 1)
-        # Layers recompute activations in training mode alone. There they use no cache: it is off in rollouts
-        layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-        for layer in layers:
-            layer.training = True  # the layer alone, not what it consists of: no dropout
-        logits = logits_of(model, ids, mask, width + 1)
-        for layer in layers:
-            layer.training = False
-        return logits[:, :-1]
-    prefix = Prefix(model, prompts)
-    if width == 1:
-        return prefix.logits
-    return torch.cat([prefix.logits, prefix.read(ids[:, :-1])], 1)  # the last token is only predicted
+        output = forward(model, torch.cat([prompt_ids, ids], 1), mask)
+        output.last_hidden_state = output.last_hidden_state[:, -ids.shape[1] - 1 : -1]
+        return ids, output
+    cache, mask, output = prefill(model, prompts)
+    if ids.shape[1] > 1:  # the last token is only predicted
+        last_of_prompt = output.last_hidden_state
+        output = forward(model, ids[:, :-1], torch.cat([mask, torch.ones_like(ids[:, 1:])], 1), cache)
+        output.last_hidden_state = torch.cat([last_of_prompt, output.last_hidden_state], 1)
+    return ids, output
 
 
 def logprobs_and_entropy(model, batch, rows):
-    """Returns log-probabilities of response tokens, (rows, R), and if ENTROPY_COEF needs them entropies."""
-    distribution = sampling_logprobs(response_logits(model, batch, rows))
-    ids = batch.ids[rows, : distribution.shape[1]].to(model.device)
-    logprobs = distribution.gather(2, ids.unsqueeze(2)).squeeze(2)
+    """Returns log-probabilities and entropies of the tokens of responses `rows`, two (rows, R), 0 after
+    the end. Logits are held for LOGIT_CHUNK tokens at a time: the backward pass computes them again."""
+    ids, output = response_output(model, batch, rows)
+    is_token = torch.arange(ids.shape[1]) < batch.lengths[rows].unsqueeze(1)
+    is_token = is_token.to(model.device)
+    chunks = zip(output.last_hidden_state[is_token].split(LOGIT_CHUNK), ids[is_token].split(LOGIT_CHUNK))
+    results = [checkpoint(chunk_logprobs, model, output, *x, use_reentrant=False) for x in chunks]
+    zeros = torch.zeros(ids.shape, device=model.device)
+    logprobs, entropies = [zeros.masked_scatter(is_token, torch.cat(values)) for values in zip(*results)]
+    return logprobs, entropies
+
+
+def chunk_logprobs(model, output, hidden, ids):
+    """Returns log-probabilities and entropies (0 if not needed) of tokens, two (tokens,)."""
+    distribution = sampling_logprobs(head(model, output, hidden))  # (tokens, vocabulary)
+    logprobs = distribution.gather(1, ids.unsqueeze(1)).squeeze(1)
     if ENTROPY_COEF == 0:
-        return logprobs, None
+        return logprobs, torch.zeros_like(logprobs)
     return logprobs, -(distribution.exp() * distribution).sum(-1)
 
 
@@ -949,39 +1053,25 @@ def token_logprobs(model, batch, rows):
 
 def token_values(critic, batch, rows):
     """Returns the critic's value before each response token, (rows, R)."""
-    return response_logits(critic, batch, rows).squeeze(2)
+    _, output = response_output(critic, batch, rows)
+    return head(critic, output, output.last_hidden_state).squeeze(2)
 
 
+@torch.no_grad()
 def in_micro_batches(model, batch, compute):
     """Returns compute(model, batch, rows) of all rows, (rows, R), 0 outside the mask."""
     result = torch.zeros_like(batch.logprobs)
-    for rows in micro_batches(model, batch, torch.arange(len(batch.rows))):
+    for rows in micro_batches(batch, torch.arange(len(batch.rows)), 4 * MICRO_BATCH_ROWS):
         values = compute(model, batch, rows)
         result[rows, : values.shape[1]] = values.cpu()
     return result * batch.mask
 
 
-def micro_batches(model, batch, rows):
+def micro_batches(batch, rows, size):
     """Cuts row numbers into micro-batches, the longest first; groups of like length stand together."""
     longest = batch.lengths.view(len(batch.rows) // GROUP_SIZE, GROUP_SIZE).amax(1)  # of each group
     order = longest.repeat_interleave(GROUP_SIZE)[rows].argsort(descending=True, stable=True)
-    return [micro for micro in rows[order].split(micro_batch_rows(model, batch)) if len(micro) > 0]
-
-
-def micro_batch_rows(model, batch):
-    """Returns MICRO_BATCH_ROWS, or as many rows as take about a quarter of the memory, at most 64."""
-    if MICRO_BATCH_ROWS:
-        return MICRO_BATCH_ROWS
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if model.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(model.device).total_memory
-    memory = 2 ** int(math.log2(memory))  # rounded: equal on machines that are alike
-    config = model.config.get_text_config()
-    # An estimate: eight copies of a token's logits, and 40 numbers per layer and hidden unit
-    token_numbers = 8 * config.vocab_size + 40 * config.num_hidden_layers * config.hidden_size
-    length = batch.ids.shape[1] + max(map(len, column(batch.rows, "ids")), default=0)
-    row_bytes = max(1, length * token_numbers * {"float32": 4, "bfloat16": 2}[DTYPE])
-    return max(1, min(64, memory // 4 // row_bytes))
+    return [micro for micro in rows[order].split(size) if len(micro) > 0]
 
 
 # ================================================================ data
@@ -1153,8 +1243,10 @@ def reward_arguments(batch):
 def join_processes():
     """Joins torchrun's processes and asks for kernels that add in a fixed order. Returns the device."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(DETERMINISTIC)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
+    # Float32 logits of a bfloat16 model: 10 bits of each factor (TF32) instead of 7, and float32 sums
+    torch.backends.cuda.matmul.allow_tf32 = DTYPE == "bfloat16"
     default = f"cuda:{gpu}" if DEVICE == "cuda" or torch.cuda.is_available() else "cpu"
     name = default if DEVICE in ("auto", "cuda") else DEVICE
     if name.startswith("cuda:") and torch.cuda.is_available():
@@ -1354,7 +1446,10 @@ def atomic_folder(path):
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
     yield tmp
-    os.sync()  # what was written is on the disk before its name is
+    for file in [*tmp.rglob("*"), tmp]:  # what was written is on the disk before its name is
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
     shutil.rmtree(path, ignore_errors=True)
     tmp.rename(path)
 
@@ -1457,6 +1552,7 @@ def check_constants():
         "DTYPE is float32 or bfloat16": DTYPE in ("float32", "bfloat16"),
         "LR_SCHEDULER_TYPE: linear, cosine, plateau": LR_SCHEDULER_TYPE in ("linear", "cosine", "plateau"),
         "TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM are above 0": min(TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM) > 0,
+        "MICRO_BATCH_ROWS is at least 1": MICRO_BATCH_ROWS >= 1,
         "GAMMA, LAM and CRITIC_LAM are between 0 and 1": all(0 <= x <= 1 for x in (GAMMA, LAM, CRITIC_LAM)),
         "PROMPT_TEMPLATE contains {input}": "{input}" in PROMPT_TEMPLATE,
         "there is a REWARD_MODEL or a reward function": REWARD_MODEL or REWARD_FUNCTIONS,

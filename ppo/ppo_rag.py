@@ -929,7 +929,10 @@ def atomic_folder(path):
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
     yield tmp
-    os.sync()  # what was written is on the disk before its name is
+    for file in [*tmp.rglob("*"), tmp]:  # what was written is on the disk before its name is
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
     shutil.rmtree(path, ignore_errors=True)
     tmp.rename(path)
 

@@ -41,6 +41,7 @@ from collections import Counter
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +58,8 @@ import torch.distributed as dist
 import transformers
 from matplotlib.figure import Figure
 from torch.nn.functional import logsigmoid
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -124,6 +127,7 @@ LOG_SAMPLES = 2  # pairs per step written to samples.jsonl
 RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or a run
 OUTPUT_DIR = f"{ROOT}/checkpoints/{Path(__file__).stem}"
 SEED = 1
+DETERMINISTIC = True  # kernels that add in a fixed order: the same run gives the same bytes; slower on a GPU
 USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, WANDB_MODE
 
 # ================================================================ the maths of preferences
@@ -445,7 +449,11 @@ def load_trained(auto_class, path, saved):
         if saved:
             peft.set_peft_model_state_dict(model, peft.load_peft_weights(saved, "cpu"))
     if GRADIENT_CHECKPOINTING:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Without transformers' gradient_checkpointing_enable(), which needs training mode and its dropout
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.forward = partial(checkpoint, layer.forward, **options)
     return model.eval()
 
 
@@ -502,27 +510,14 @@ def check_limits(model, ids, length):
         raise UserError(f"{model.name_or_path} has {limit} positions, the longest text has {length} tokens")
 
 
-@contextmanager
-def recomputed_layers(model):
-    """Inside, and with GRADIENT_CHECKPOINTING, the backward pass will compute activations again: layers do so
-    in training mode alone. It is set for the layer, not for what it consists of: no dropout."""
-    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-    for layer in layers:
-        layer.training = GRADIENT_CHECKPOINTING and torch.is_grad_enabled()
-    yield
-    for layer in layers:
-        layer.training = False
-
-
 def answer_scores(model, tokenizer, answers):
     """Returns the scores of answers, what encode_scored() gave, (rows,) in float32."""
-    with recomputed_layers(model):
-        if hasattr(model, "score"):
-            ids, mask = pad_left(column(answers, "input_ids"), model.device)
-            return logits_of(model, ids, mask, 1)[:, 0, 0]
-        inputs = tokenizer.pad(answers, return_tensors="pt").to(model.device)
-        with autocast(model.device):
-            return model(**inputs).logits[:, 0].float()
+    if hasattr(model, "score"):
+        ids, mask = pad_left(column(answers, "input_ids"), model.device)
+        return logits_of(model, ids, mask, 1)[:, 0, 0]
+    inputs = tokenizer.pad(answers, return_tensors="pt").to(model.device)
+    with autocast(model.device):
+        return model(**inputs).logits[:, 0].float()
 
 
 def logits_of(model, ids, mask, keep, cache=None):
@@ -546,11 +541,10 @@ def cut_by_length(rows):
 
 def pad_left(rows, device):
     """Returns lists of ids as one tensor, (rows, length of the longest), and its mask."""
-    width = max(map(len, rows))
-    padded = torch.zeros(2, len(rows), width, dtype=torch.long)  # ids and mask
-    for number, row in enumerate(rows):
-        padded[:, number, width - len(row) :] = torch.tensor([row, [1] * len(row)])
-    return tuple(padded.to(device))
+    ids = [torch.tensor(row) for row in rows]
+    mask = [torch.ones_like(row) for row in ids]
+    options = {"batch_first": True, "padding_side": "left"}
+    return pad_sequence(ids, **options).to(device), pad_sequence(mask, **options).to(device)
 
 
 # ================================================================ data
@@ -738,8 +732,10 @@ def column(rows, field):
 def join_processes():
     """Joins torchrun's processes and asks for kernels that add in a fixed order. Returns the device."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(DETERMINISTIC)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
+    # Float32 logits of a bfloat16 model: 10 bits of each factor (TF32) instead of 7, and float32 sums
+    torch.backends.cuda.matmul.allow_tf32 = DTYPE == "bfloat16"
     default = f"cuda:{gpu}" if DEVICE == "cuda" or torch.cuda.is_available() else "cpu"
     name = default if DEVICE in ("auto", "cuda") else DEVICE
     if name.startswith("cuda:") and torch.cuda.is_available():
@@ -934,7 +930,10 @@ def atomic_folder(path):
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
     yield tmp
-    os.sync()  # what was written is on the disk before its name is
+    for file in [*tmp.rglob("*"), tmp]:  # what was written is on the disk before its name is
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
     shutil.rmtree(path, ignore_errors=True)
     tmp.rename(path)
 

@@ -42,6 +42,7 @@ from collections import Counter
 from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,6 +141,7 @@ LOG_SAMPLES = 2  # pairs per step written to samples.jsonl
 RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or a run
 OUTPUT_DIR = f"{ROOT}/checkpoints/{Path(__file__).stem}"
 SEED = 1
+DETERMINISTIC = True  # kernels that add in a fixed order: the same run gives the same bytes; slower on a GPU
 USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, WANDB_MODE
 
 # ================================================================ the maths of DPO
@@ -424,7 +426,10 @@ class DPOTrainer:
         """Writes best/policy/, with an adapter merged into the weights, so that it loads without PEFT."""
         if rank > 0:
             return
-        policy = deepcopy(self.actor).merge_and_unload() if LORA_RANK else self.actor
+        policy = self.actor
+        if LORA_RANK:  # merged on the CPU: a GPU may have no room for another model
+            policy = deepcopy(self.actor.cpu()).float().merge_and_unload()
+            self.actor.to(self.device)
         with atomic_folder(self.run.folder / "best/policy") as folder:
             policy.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
@@ -487,8 +492,9 @@ def learning_rate_scale(steps_done, total):
 # ================================================================ models
 
 
-def load_model(auto_class, path):
-    """Returns a frozen model in evaluation mode, in which it stays. Missing weights are an error."""
+def load_model(auto_class, path, is_trained=False):
+    """Returns a model in evaluation mode, in which it stays. Missing weights are an error. Linear layers that
+    are not trained, except the head, are stored in DTYPE: autocast would cast them at each call."""
     options = {"output_loading_info": True, "dtype": torch.float32, "attn_implementation": ATTENTION}
     model, info = auto_class.from_pretrained(path, **options)
     missing = info["missing_keys"] | {key[0] for key in info["mismatched_keys"]}
@@ -500,7 +506,11 @@ def load_model(auto_class, path):
     for parameter in model.parameters():
         # Weights that are mapped from a file may be unaligned, which changes a product's last bit
         parameter.data = parameter.data.clone()
-    return model.requires_grad_(False).eval()
+    heads = (model.get_output_embeddings(), getattr(model, "score", None))
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear) and layer not in heads and not is_trained:
+            layer.to(getattr(torch, DTYPE))
+    return model.requires_grad_(is_trained).eval()
 
 
 def load_trained(auto_class, path, saved):
@@ -508,17 +518,26 @@ def load_trained(auto_class, path, saved):
     if saved and (saved / "adapter_config.json").exists() != (LORA_RANK > 0):
         raise UserError(f"{saved} was trained with another LORA_RANK")
     if LORA_RANK == 0:
-        model = load_model(auto_class, saved or path).requires_grad_(True)
+        model = load_model(auto_class, saved or path, is_trained=True)
     else:
         import peft  # slow
 
         options = {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": "all-linear"}
         base = load_model(auto_class, path)
+        if base.config.model_type in ("falcon_h1", "nemotron_h"):
+            options["exclude_modules"] = ["out_proj", "conv1d"]  # PEFT refuses them
         model = peft.get_peft_model(base, peft.LoraConfig(**options, task_type="CAUSAL_LM"))
+        frozen = [name for name, _ in model.named_parameters() if name.endswith(".experts.down_proj")]
+        if frozen and rank == 0:
+            print(f"LORA_RANK adapts linear layers: experts stay frozen, as {frozen[0]}")
         if saved:
             peft.set_peft_model_state_dict(model, peft.load_peft_weights(saved, "cpu"))
     if GRADIENT_CHECKPOINTING:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Without transformers' gradient_checkpointing_enable(), which needs training mode and its dropout
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.forward = partial(checkpoint, layer.forward, **options)
     return model.eval()
 
 
@@ -591,18 +610,6 @@ def find_end_ids(model, tokenizer):
     return ends
 
 
-@contextmanager
-def recomputed_layers(model):
-    """Inside, and with GRADIENT_CHECKPOINTING, the backward pass will compute activations again: layers do so
-    in training mode alone. It is set for the layer, not for what it consists of: no dropout."""
-    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-    for layer in layers:
-        layer.training = GRADIENT_CHECKPOINTING and torch.is_grad_enabled()
-    yield
-    for layer in layers:
-        layer.training = False
-
-
 def answer_logprobs(model, rows):
     """Returns the log-probability of every trained token of some rows, row after row, and whether it is the
     likeliest, two (tokens,) in float32. Rows are padded on the right, where a causal model cannot see. Logits
@@ -610,7 +617,7 @@ def answer_logprobs(model, rows):
     ids = pad_sequence([torch.tensor(row["ids"]) for row in rows], batch_first=True).to(model.device)
     mask = pad_sequence([torch.tensor(row["mask"]) for row in rows], batch_first=True).to(model.device)
     is_trained = mask[:, 1:] == 1  # of the tokens after the first: (rows, T - 1)
-    with autocast(model.device), recomputed_layers(model):
+    with autocast(model.device):
         output = model.get_decoder()(input_ids=ids, use_cache=False)
     hidden = output.last_hidden_state[:, :-1][is_trained].split(LOGITS_AT_ONCE)
     tokens = ids[:, 1:][is_trained].split(LOGITS_AT_ONCE)
@@ -653,11 +660,10 @@ def cut_by_length(rows):
 
 def pad_left(rows, device):
     """Returns lists of ids as one tensor, (rows, length of the longest), and its mask."""
-    width = max(map(len, rows))
-    padded = torch.zeros(2, len(rows), width, dtype=torch.long)  # ids and mask
-    for number, row in enumerate(rows):
-        padded[:, number, width - len(row) :] = torch.tensor([row, [1] * len(row)])
-    return tuple(padded.to(device))
+    ids = [torch.tensor(row) for row in rows]
+    mask = [torch.ones_like(row) for row in ids]
+    options = {"batch_first": True, "padding_side": "left"}
+    return pad_sequence(ids, **options).to(device), pad_sequence(mask, **options).to(device)
 
 
 # ================================================================ data
@@ -860,8 +866,10 @@ def column(rows, field):
 def join_processes():
     """Joins torchrun's processes and asks for kernels that add in a fixed order. Returns the device."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(DETERMINISTIC)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
+    # Float32 logits of a bfloat16 model: 10 bits of each factor (TF32) instead of 7, and float32 sums
+    torch.backends.cuda.matmul.allow_tf32 = DTYPE == "bfloat16"
     default = f"cuda:{gpu}" if DEVICE == "cuda" or torch.cuda.is_available() else "cpu"
     name = default if DEVICE in ("auto", "cuda") else DEVICE
     if name.startswith("cuda:") and torch.cuda.is_available():
@@ -1061,7 +1069,10 @@ def atomic_folder(path):
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
     yield tmp
-    os.sync()  # what was written is on the disk before its name is
+    for file in [*tmp.rglob("*"), tmp]:  # what was written is on the disk before its name is
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
     shutil.rmtree(path, ignore_errors=True)
     tmp.rename(path)
 

@@ -55,6 +55,7 @@ from collections import Counter, defaultdict
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import chain, cycle, islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,8 +72,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from matplotlib.figure import Figure
+from torch.nn.utils.rnn import pad_sequence
 from torch.special import entr
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 rank, world_size, gpu = 0, 1, 0  # of this process under torchrun; rank 0 alone asks, writes and prints
@@ -96,7 +100,7 @@ CANDIDATES: str | None = None  # a parquet of scored candidates, used in the fir
 ACTOR_MODEL = f"{ROOT}/data/tiny/policy"
 LORA_RANK = 0  # 0: all weights are trained; > 0: LoRA adapters of this rank on all linear layers (2106.09685)
 LORA_ALPHA = 32.0  # an adapter's output is scaled by LORA_ALPHA / LORA_RANK
-DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state stay float32)
+DTYPE = "float32"  # float32 | bfloat16 (autocast; what is trained and logits stay float32)
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1
 ATTENTION: str | None = None  # sdpa | eager | flash_attention_2 (if installed); None: what the model has
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, slower
@@ -140,7 +144,10 @@ EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
 # Optimisation
 BATCH_SIZE = 32  # prompts mined at a time
 GRADIENT_ACCUMULATION_STEPS = 1  # a step has BATCH_SIZE times this many prompts; micro-batches: see below
-MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: as memory allows
+MICRO_BATCH_ROWS = 32  # responses per forward and backward pass; scoring takes four times as many
+LOGIT_CHUNK = 256  # tokens whose logits are held at a time; the backward pass computes them again
+DECODE_BLOCK = 32  # tokens by which keys and values grow in sampling; each block needs a new CUDA graph
+CUDA_GRAPHS = False  # in sampling on a GPU: one launch per token. Not tried yet; take DECODE_BLOCK=128
 TAU = 0.1  # > 0; small: only the best candidates weigh; large: all weigh alike
 TAU_END: float | None = None  # moves TAU there by equal factors over the run; None: it stays
 WEIGHT_REWARDS = "raw"  # raw | zscore: r as it is, or scaled to mean 0 and deviation 1 within the prompt
@@ -164,6 +171,7 @@ LOG_SAMPLES = 4  # candidates per step written to samples.jsonl
 RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or a run
 OUTPUT_DIR = f"{ROOT}/checkpoints/{Path(__file__).stem}"
 SEED = 1
+DETERMINISTIC = True  # kernels that add in a fixed order: the same run gives the same bytes; slower on a GPU
 USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, WANDB_MODE
 
 # ================================================================ the maths of RCE
@@ -297,6 +305,7 @@ class RCETrainer:
         self.models = {"policy": self.actor}  # what a checkpoint holds
         self.optimizers = {"policy": make_optimizer(self.actor, LEARNING_RATE)}
         self.end_ids = find_end_ids(self.actor, self.tokenizer)
+        prefill(self.actor, [[0]])  # refuses recurrent models
 
     # ------------------------------------------------------------ the algorithm
 
@@ -412,8 +421,8 @@ class RCETrainer:
         set_learning_rate(self.optimizers["policy"], scale)
         started = time.perf_counter()
         sums = Counter()
-        all_rows = torch.arange(len(batch.rows))
-        for micro in progress(micro_batches(self.actor, batch, all_rows)[rank::world_size], "micro-batches"):
+        micros = micro_batches(batch, torch.arange(len(batch.rows)), MICRO_BATCH_ROWS)
+        for micro in progress(micros[rank::world_size], "micro-batches"):
             logprobs, entropy = logprobs_and_entropy(self.actor, batch, micro)
             mask = batch.mask[micro, : logprobs.shape[1]].to(self.device)
             weights = batch.weights[micro].to(self.device)
@@ -743,7 +752,10 @@ class RCETrainer:
         """Writes best/policy/, with an adapter merged into the weights, so that it loads without PEFT."""
         if rank > 0:
             return
-        policy = deepcopy(self.actor).merge_and_unload() if LORA_RANK else self.actor
+        policy = self.actor
+        if LORA_RANK:  # merged on the CPU: a GPU may have no room for another model
+            policy = deepcopy(self.actor.cpu()).float().merge_and_unload()
+            self.actor.to(self.device)
         with atomic_folder(self.run.folder / "best/policy") as folder:
             policy.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
@@ -796,8 +808,9 @@ class RCETrainer:
 # ================================================================ models
 
 
-def load_model(auto_class, path):
-    """Returns a frozen model in evaluation mode, in which it stays. Missing weights are an error."""
+def load_model(auto_class, path, is_trained=False):
+    """Returns a model in evaluation mode, in which it stays. Missing weights are an error. Linear layers that
+    are not trained, except the head, are stored in DTYPE: autocast would cast them at each call."""
     options = {"output_loading_info": True, "dtype": torch.float32, "attn_implementation": ATTENTION}
     model, info = auto_class.from_pretrained(path, **options)
     missing = info["missing_keys"] | {key[0] for key in info["mismatched_keys"]}
@@ -809,7 +822,11 @@ def load_model(auto_class, path):
     for parameter in model.parameters():
         # Weights that are mapped from a file may be unaligned, which changes a product's last bit
         parameter.data = parameter.data.clone()
-    return model.requires_grad_(False).eval()
+    heads = (model.get_output_embeddings(), getattr(model, "score", None))
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear) and layer not in heads and not is_trained:
+            layer.to(getattr(torch, DTYPE))
+    return model.requires_grad_(is_trained).eval()
 
 
 def load_trained(auto_class, path, saved):
@@ -817,17 +834,26 @@ def load_trained(auto_class, path, saved):
     if saved and (saved / "adapter_config.json").exists() != (LORA_RANK > 0):
         raise UserError(f"{saved} was trained with another LORA_RANK")
     if LORA_RANK == 0:
-        model = load_model(auto_class, saved or path).requires_grad_(True)
+        model = load_model(auto_class, saved or path, is_trained=True)
     else:
         import peft  # slow
 
         options = {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": "all-linear"}
         base = load_model(auto_class, path)
+        if base.config.model_type in ("falcon_h1", "nemotron_h"):
+            options["exclude_modules"] = ["out_proj", "conv1d"]  # PEFT refuses them
         model = peft.get_peft_model(base, peft.LoraConfig(**options, task_type="CAUSAL_LM"))
+        frozen = [name for name, _ in model.named_parameters() if name.endswith(".experts.down_proj")]
+        if frozen and rank == 0:
+            print(f"LORA_RANK adapts linear layers: experts stay frozen, as {frozen[0]}")
         if saved:
             peft.set_peft_model_state_dict(model, peft.load_peft_weights(saved, "cpu"))
     if GRADIENT_CHECKPOINTING:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Without transformers' gradient_checkpointing_enable(), which needs training mode and its dropout
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.forward = partial(checkpoint, layer.forward, **options)
     return model.eval()
 
 
@@ -901,72 +927,137 @@ def find_end_ids(model, tokenizer):
 
 
 # ================================================================ sampling and scoring
-# One path for both: the prompts are read once, then the responses continue from their keys and values, in the
-# rollout a token at a time, in scoring all tokens at once, in the update with a gradient.
+# Each distinct prompt is read once for all its rows (prefill). They continue from its keys and values: in the
+# rollout a token at a time (decode), in scoring all tokens at once, in the update with a gradient.
 
 
 class Cache(transformers.DynamicCache):
-    """Keys and values in DTYPE. Long ones have room for sampled tokens: torch.cat would copy them at each."""
+    """Keys and values in DTYPE: rotary embeddings turn keys into float32."""
+
+    place = None  # (1,) in a Decoder, if all layers have full attention: where the next token goes
+    length = None  # how many places attention then reads
 
     def update(self, keys, values, number, *args, **kwargs):
-        if DTYPE == "bfloat16":  # rotary embeddings turn keys into float32
-            keys, values = keys.bfloat16(), values.bfloat16()
-        layer = self.layers[number]
-        if layer.is_sliding or layer.get_seq_length() < 256 or keys.shape[2] > 1 or torch.is_grad_enabled():
+        keys, values = keys.to(getattr(torch, DTYPE)), values.to(getattr(torch, DTYPE))
+        if self.place is None:
             return super().update(keys, values, number, *args, **kwargs)
-        for name, new in (("keys", keys), ("values", values)):
-            old = getattr(layer, name)  # (rows, heads, T, size); old._base: the same with room
-            if old._base is None or old._base.shape[2] == old.shape[2]:
-                old = torch.cat([old, torch.zeros_like(old[:, :, :64])], 2)[:, :, : old.shape[2]]
-            old._base[:, :, old.shape[2]] = new[:, :, 0]
-            setattr(layer, name, old._base[:, :, : old.shape[2] + 1])
-        return layer.keys, layer.values
+        layer = self.layers[number]
+        layer.keys.index_copy_(2, self.place, keys)
+        layer.values.index_copy_(2, self.place, values)
+        return layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
 
 
-class Prefix:
-    """Prompts that were read, and the rows that continue them. self.logits predict each row's next token.
-    prompts: a list of ids per row. Equal ones are read once, for all their rows."""
-
-    def __init__(self, model, prompts):
-        distinct = list(dict.fromkeys(map(tuple, prompts)))
-        ids, self.mask = pad_left(distinct, model.device)  # (distinct prompts, P)
-        self.model = model
-        self.cache = Cache(config=model.config)
-        self.logits = logits_of(model, ids, self.mask, 1, self.cache)  # (distinct prompts, 1, vocabulary)
-        self.select([distinct.index(tuple(prompt)) for prompt in prompts])
-
-    def select(self, rows):
-        """Continues with these rows; a row may stand several times."""
-        rows = torch.as_tensor(rows, device=self.model.device)
-        self.cache.reorder_cache(rows)
-        self.mask, self.logits = self.mask[rows], self.logits[rows]
-
-    def read(self, ids):
-        """Appends ids (rows, T). Returns the logits (rows, T, vocabulary) that follow each."""
-        self.mask = torch.cat([self.mask, torch.ones_like(ids)], 1)
-        return logits_of(self.model, ids, self.mask, ids.shape[1], self.cache)
-
-
-def logits_of(model, ids, mask, keep, cache=None):
-    """Returns a policy's logits at the last `keep` positions, (rows, keep, vocabulary), or the values (rows,
-    keep, 1) of a model with a head `score`, which is read in float32. mask also covers what the cache has."""
+def forward(model, ids, mask, cache=None):
+    """Returns the output of a model without its head, for ids (rows, T). mask covers the cache, too."""
     positions = (mask.cumsum(1)[:, -ids.shape[1] :] - 1).clamp(min=0)
+    if cache is not None and cache.place is not None:
+        mask = mask.bool()[:, None, None]  # (rows, 1, 1, tokens): transformers takes it as it is
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-    inputs |= {"past_key_values": cache, "use_cache": cache is not None}
     with autocast(model.device):
-        if not hasattr(model, "score"):
-            return model(**inputs, logits_to_keep=keep).logits
-        hidden = model.get_decoder()(**inputs).last_hidden_state[:, -keep:]
-    return model.score(hidden.float())
+        return model.get_decoder()(**inputs, past_key_values=cache, use_cache=cache is not None)
+
+
+def head(model, output, hidden):
+    """Returns the logits (tokens, vocabulary) of hidden states (tokens, width), or the values (tokens, 1) of
+    a model with a head `score`, in float32. Some models scale or cap their logits, so the model's own
+    forward() computes them: for this call the rest of the model is replaced by its result."""
+    decoder = model.get_decoder()
+    hidden = hidden.float()
+    with torch.autocast(model.device.type, enabled=False):
+        if hasattr(model, "score"):
+            return model.score(hidden)
+        decoder.forward = lambda *_, **__: type(output)(last_hidden_state=hidden.unsqueeze(0))
+        try:
+            return model(input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.long)).logits[0]
+        finally:
+            del decoder.forward
 
 
 def pad_left(rows, device):
     """Returns lists of ids as one tensor, (rows, length of the longest), and its mask."""
-    width = max(map(len, rows))
-    padded = torch.zeros(2, len(rows), width, dtype=torch.long)  # ids and mask
-    for number, row in enumerate(rows):
-        padded[:, number, width - len(row) :] = torch.tensor([row, [1] * len(row)])
-    return tuple(padded.to(device))
+    ids = [torch.tensor(row) for row in rows]
+    mask = [torch.ones_like(row) for row in ids]
+    options = {"batch_first": True, "padding_side": "left"}
+    return pad_sequence(ids, **options).to(device), pad_sequence(mask, **options).to(device)
+
+
+def prefill(model, prompts):
+    """Reads the distinct ones of `prompts`, a list of ids for each row. Returns the cache, the mask (rows, P)
+    and the model's output without its head, whose last_hidden_state (rows, 1, width) is that of the end."""
+    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    rows = torch.tensor([numbers[tuple(prompt)] for prompt in prompts], device=model.device)
+    ids, mask = pad_left(numbers, model.device)  # (distinct prompts, P)
+    cache = Cache(config=model.config)
+    output = forward(model, ids, mask, cache)
+    if getattr(output, "past_key_values", None) is not cache:
+        raise UserError(f"{model.name_or_path} keeps no keys and values: recurrent models cannot be trained")
+    output.last_hidden_state = output.last_hidden_state[rows, -1:]
+    cache.reorder_cache(rows)
+    return cache, mask[rows], output
+
+
+class Decoder:
+    """Reads prompts, then a token of each row at a time. self.logits (rows, vocabulary) predict the next.
+
+    If all layers have full attention, a token is written into memory that does not move. There a GPU can run
+    the kernels of a token as one CUDA graph: launching them one by one takes longer than they run."""
+
+    def __init__(self, model, prompts):
+        self.model = model
+        self.cache, mask, output = prefill(model, prompts)
+        self.logits = head(model, output, output.last_hidden_state[:, 0])
+        self.padding = (mask == 0).sum(1, keepdim=True)  # places before each prompt
+        self.length = self.capacity = mask.shape[1]
+        self.place = torch.tensor([self.length], device=model.device)  # of the next token
+        has_full_attention = all(type(layer) is DynamicLayer for layer in self.cache.layers)
+        config = model.config
+        if (
+            has_full_attention
+            and config._attn_implementation == "sdpa"
+            and not getattr(config, "alibi", False)
+        ):
+            self.cache.place = self.place  # else transformers appends to a copy
+        self.uses_graph = CUDA_GRAPHS and model.device.type == "cuda" and self.cache.place is not None
+        self.graph = None
+
+    def select(self, rows):
+        """Continues with these rows; a row may stand several times."""
+        self.cache.reorder_cache(rows)
+        self.padding = self.padding[rows]
+        self.graph = None  # it reads the memory of before
+
+    def decode(self, tokens):
+        """Reads a token of each row, (rows,)."""
+        if self.cache.place is not None and self.length == self.capacity:
+            for layer in self.cache.layers:  # keys and values: (rows, heads, places, size)
+                for name in ("keys", "values"):
+                    old = getattr(layer, name)
+                    setattr(layer, name, torch.cat([old, torch.zeros_like(old[:, :, :DECODE_BLOCK])], 2))
+            self.capacity += min(DECODE_BLOCK, self.capacity)
+            self.graph = None
+        self.length += 1
+        if self.graph:
+            self.tokens.copy_(tokens.unsqueeze(1))
+            self.graph.replay()
+            self.logits = self.graph_logits
+            return
+        self.tokens = tokens.unsqueeze(1)
+        self.cache.length = self.capacity if self.uses_graph else self.length
+        torch.use_deterministic_algorithms(False)  # a deterministic index_copy_ copies the whole cache
+        self.logits = self.step()
+        if self.uses_graph:  # records a step without running it; the one above has set up the libraries
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.graph_logits = self.step()
+        torch.use_deterministic_algorithms(DETERMINISTIC)
+
+    def step(self):
+        """Reads self.tokens (rows, 1). Returns the logits after them, (rows, vocabulary)."""
+        places = torch.arange(self.cache.length, device=self.model.device)
+        mask = (places >= self.padding) & (places <= self.place)
+        output = forward(self.model, self.tokens, mask.long(), self.cache)
+        self.place += 1
+        return head(self.model, output, output.last_hidden_state[:, 0])
 
 
 def sample_tokens(probabilities, uniform):
@@ -983,15 +1074,14 @@ def generate(model, prompts, uniform, end_ids, temperatures):
     """Samples a response to each prompt, see respond(). Returns ids and their log-probabilities, (rows,
     MAX_NEW_TOKENS), on the CPU; what follows an end id is arbitrary."""
     device = model.device
-    prefix = Prefix(model, prompts)
-    logits = prefix.logits
+    decoder = Decoder(model, prompts)
     rows = torch.arange(len(prompts), device=device)  # those that are not finished
     ids = torch.full((len(prompts), MAX_NEW_TOKENS), end_ids[0], device=device)
     logprobs = torch.zeros(len(prompts), MAX_NEW_TOKENS, device=device)
     ends = torch.tensor(end_ids, device=device)
     is_finished = torch.zeros_like(rows, dtype=torch.bool)
     for t in progress(range(MAX_NEW_TOKENS), "tokens"):
-        distribution = sampling_logprobs(logits[:, -1], temperatures[rows].unsqueeze(1))  # (rows, vocabulary)
+        distribution = sampling_logprobs(decoder.logits, temperatures[rows].unsqueeze(1))
         if uniform is None:
             tokens = distribution.argmax(-1)
         else:
@@ -1004,53 +1094,63 @@ def generate(model, prompts, uniform, end_ids, temperatures):
             if len(keep) == 0:
                 break
             if len(keep) <= 0.75 * len(rows):  # dropping rows copies the cache: drop many at once
-                prefix.select(keep)
+                decoder.select(keep)
                 rows, tokens, is_finished = rows[keep], tokens[keep], is_finished[keep]
         if t + 1 < MAX_NEW_TOKENS:
-            logits = prefix.read(tokens.unsqueeze(1))
+            decoder.decode(tokens)
     return ids.cpu(), logprobs.cpu()
 
 
-def response_logits(model, batch, rows):
-    """Returns logits (rows, R, vocabulary) that predict each token of the responses with the numbers `rows`.
-    Gradient checkpointing knows no cache: with it each row is read with its prompt, in one sequence."""
-    width = int(batch.lengths[rows].max())
+def response_output(model, batch, rows):
+    """Returns the ids (rows, R) of the responses with the numbers `rows`, and the model's output without its
+    head, whose last_hidden_state (rows, R, width) stands before each of these tokens. What cannot continue
+    from a cache with a gradient, recomputed or recurrent layers, is read in whole sequences."""
     prompts = [batch.rows[i]["ids"] for i in rows]
-    ids = batch.ids[rows, :width].to(model.device)
-    if GRADIENT_CHECKPOINTING and torch.is_grad_enabled():
+    ids = batch.ids[rows, : int(batch.lengths[rows].max())].to(model.device)
+    is_recurrent = any(not isinstance(layer, DynamicLayer) for layer in Cache(config=model.config).layers)
+    if torch.is_grad_enabled() and (GRADIENT_CHECKPOINTING or is_recurrent):
         prompt_ids, mask = pad_left(prompts, model.device)
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
-        ids = torch.cat([prompt_ids, ids], 1)
-        # Layers recompute activations in training mode alone. There they use no cache: it is off in rollouts
-        layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-        for layer in layers:
-            layer.training = True  # the layer alone, not what it consists of: no dropout
-        logits = logits_of(model, ids, mask, width + 1)
-        for layer in layers:
-            layer.training = False
-        return logits[:, :-1]
-    prefix = Prefix(model, prompts)
-    if width == 1:
-        return prefix.logits
-    return torch.cat([prefix.logits, prefix.read(ids[:, :-1])], 1)  # the last token is only predicted
+        output = forward(model, torch.cat([prompt_ids, ids], 1), mask)
+        output.last_hidden_state = output.last_hidden_state[:, -ids.shape[1] - 1 : -1]
+        return ids, output
+    cache, mask, output = prefill(model, prompts)
+    if ids.shape[1] > 1:  # the last token is only predicted
+        last_of_prompt = output.last_hidden_state
+        output = forward(model, ids[:, :-1], torch.cat([mask, torch.ones_like(ids[:, 1:])], 1), cache)
+        output.last_hidden_state = torch.cat([last_of_prompt, output.last_hidden_state], 1)
+    return ids, output
+
+
+def logprobs_and_entropy(model, batch, rows):
+    """Returns log-probabilities and entropies of the tokens of responses `rows`, two (rows, R), 0 after
+    the end. Logits are held for LOGIT_CHUNK tokens at a time: the backward pass computes them again."""
+    ids, output = response_output(model, batch, rows)
+    is_token = torch.arange(ids.shape[1]) < batch.lengths[rows].unsqueeze(1)
+    is_token = is_token.to(model.device)
+    chunks = zip(output.last_hidden_state[is_token].split(LOGIT_CHUNK), ids[is_token].split(LOGIT_CHUNK))
+    results = [checkpoint(chunk_logprobs, model, output, *x, use_reentrant=False) for x in chunks]
+    zeros = torch.zeros(ids.shape, device=model.device)
+    logprobs, entropies = [zeros.masked_scatter(is_token, torch.cat(values)) for values in zip(*results)]
+    return logprobs, entropies
 
 
 # differs: the entropy is only logged
-def logprobs_and_entropy(model, batch, rows):
-    """Returns log-probabilities of response tokens, and entropies without a gradient, two (rows, R)."""
-    distribution = sampling_logprobs(response_logits(model, batch, rows), TEMPERATURE)
-    ids = batch.ids[rows, : distribution.shape[1]].to(model.device)
-    logprobs = distribution.gather(2, ids.unsqueeze(2)).squeeze(2)
+def chunk_logprobs(model, output, hidden, ids):
+    """Returns log-probabilities and entropies of tokens after hidden states, two (tokens,)."""
+    distribution = sampling_logprobs(head(model, output, hidden), TEMPERATURE)  # (tokens, vocabulary)
+    logprobs = distribution.gather(1, ids.unsqueeze(1)).squeeze(1)
     with torch.no_grad():
-        entropy = -(distribution.exp() * distribution).sum(-1)
-    return logprobs, entropy
+        entropies = -(distribution.exp() * distribution).sum(-1)
+    return logprobs, entropies
 
 
 # differs: batches of candidates have no log-probabilities yet
+@torch.no_grad()
 def all_logprobs(model, batch):
     """Returns the log-probabilities of all response tokens, (rows, R), 0 outside the mask."""
     result = torch.zeros_like(batch.mask)
-    for rows in micro_batches(model, batch, torch.arange(len(batch.rows))):
+    for rows in micro_batches(batch, torch.arange(len(batch.rows)), 4 * MICRO_BATCH_ROWS):
         logprobs, _ = logprobs_and_entropy(model, batch, rows)
         result[rows, : logprobs.shape[1]] = logprobs.cpu()
     return result * batch.mask
@@ -1071,30 +1171,14 @@ def make_batch(candidates):
 
 
 # differs: prompts have unlike numbers of candidates
-def micro_batches(model, batch, rows):
+def micro_batches(batch, rows, size):
     """Cuts row numbers into micro-batches, the longest first. A prompt's rows stand together, and prompts
     whose longest responses are alike: less padding."""
     longest = Counter()  # of each prompt
     for row, length in zip(batch.rows, batch.lengths.tolist()):
         longest[row["id"]] = max(longest[row["id"]], length)
     order = torch.tensor([longest[batch.rows[i]["id"]] for i in rows]).argsort(descending=True, stable=True)
-    return [micro for micro in rows[order].split(micro_batch_rows(model, batch)) if len(micro) > 0]
-
-
-def micro_batch_rows(model, batch):
-    """Returns MICRO_BATCH_ROWS, or as many rows as take about a quarter of the memory, at most 64."""
-    if MICRO_BATCH_ROWS:
-        return MICRO_BATCH_ROWS
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if model.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(model.device).total_memory
-    memory = 2 ** int(math.log2(memory))  # rounded: equal on machines that are alike
-    config = model.config.get_text_config()
-    # An estimate: eight copies of a token's logits, and 40 numbers per layer and hidden unit
-    token_numbers = 8 * config.vocab_size + 40 * config.num_hidden_layers * config.hidden_size
-    length = batch.ids.shape[1] + max(map(len, column(batch.rows, "ids")), default=0)
-    row_bytes = max(1, length * token_numbers * {"float32": 4, "bfloat16": 2}[DTYPE])
-    return max(1, min(64, memory // 4 // row_bytes))
+    return [micro for micro in rows[order].split(size) if len(micro) > 0]
 
 
 # ================================================================ candidates
@@ -1106,14 +1190,15 @@ def beam_search(model, prompts, end_ids):
     width finds."""
     if not BEAMS or not prompts:
         return []
-    prefix = Prefix(model, prompts)
-    scores, tokens = sampling_logprobs(prefix.logits[:, -1], TEMPERATURE).topk(BEAMS)  # (prompts, BEAMS)
+    decoder = Decoder(model, prompts)
+    scores, tokens = sampling_logprobs(decoder.logits, TEMPERATURE).topk(BEAMS)  # (prompts, BEAMS)
     first_beams = BEAMS * torch.arange(len(prompts), device=model.device).unsqueeze(1)
-    prefix.select(torch.arange(len(prompts)).repeat_interleave(BEAMS))
+    decoder.select(torch.arange(len(prompts)).repeat_interleave(BEAMS))
     ids = tokens.view(-1, 1)  # (prompts * BEAMS, tokens so far)
     ends = torch.tensor(end_ids, device=model.device)
     while ids.shape[1] < MAX_NEW_TOKENS and not torch.isin(ids[:, -1], ends).all():
-        logprobs = sampling_logprobs(prefix.read(ids[:, -1:])[:, -1], TEMPERATURE)
+        decoder.decode(ids[:, -1])
+        logprobs = sampling_logprobs(decoder.logits, TEMPERATURE)
         # A finished beam stays as it is: it goes on with one more end, whose probability counts as 1
         is_finished = torch.isin(ids[:, -1], ends)
         logprobs[is_finished] = -math.inf
@@ -1121,7 +1206,7 @@ def beam_search(model, prompts, end_ids):
         totals = scores.view(-1, 1) + logprobs  # (prompts * BEAMS, vocabulary)
         scores, best = totals.view(len(prompts), -1).topk(BEAMS)
         parents = (first_beams + best // logprobs.shape[1]).flatten()
-        prefix.select(parents)
+        decoder.select(parents)
         ids = torch.cat([ids[parents], (best % logprobs.shape[1]).view(-1, 1)], 1)
     is_end = torch.isin(ids, ends).long()
     lengths = (is_end.cumsum(1) == is_end).sum(1).tolist()  # through the first end
@@ -1384,8 +1469,10 @@ def reward_arguments(batch):
 def join_processes():
     """Joins torchrun's processes and asks for kernels that add in a fixed order. Returns the device."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(DETERMINISTIC)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
+    # Float32 logits of a bfloat16 model: 10 bits of each factor (TF32) instead of 7, and float32 sums
+    torch.backends.cuda.matmul.allow_tf32 = DTYPE == "bfloat16"
     default = f"cuda:{gpu}" if DEVICE == "cuda" or torch.cuda.is_available() else "cpu"
     name = default if DEVICE in ("auto", "cuda") else DEVICE
     if name.startswith("cuda:") and torch.cuda.is_available():
@@ -1592,7 +1679,10 @@ def atomic_folder(path):
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
     yield tmp
-    os.sync()  # what was written is on the disk before its name is
+    for file in [*tmp.rglob("*"), tmp]:  # what was written is on the disk before its name is
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
     shutil.rmtree(path, ignore_errors=True)
     tmp.rename(path)
 

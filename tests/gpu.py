@@ -6,6 +6,7 @@ python tests/gpu.py OUT curves resume    # into the folder OUT, some of the stag
 curves   ten steps of the default run of each trainer, in float32 and bfloat16
 options  two steps with LORA_RANK and with GRADIENT_CHECKPOINTING
 resume   a run that was killed after its first checkpoint ends with the bytes of one that was not
+graphs   the responses that CUDA graphs sample against those of kernels that are launched one by one
 waits    how often sampling and the update wait for the GPU
 step     seconds and memory of a GRPO step with a random model of Qwen2.5-0.5B's shape
 two      the same first step on two GPUs as on one
@@ -30,6 +31,8 @@ TRAINERS = {"ppo/ppo.py": "PPOTrainer", "grpo/grpo.py": "GRPOTrainer", "rce/rce.
 MINED = ["MINE_PROMPTS=64", "ROUNDS=1"]  # for rce.py alone
 VARIANTS = {  # of the GRPO step of stage `step`
     "bfloat16": {},
+    "bfloat16, CUDA graphs": {"CUDA_GRAPHS": True, "DECODE_BLOCK": 128},
+    "bfloat16, LoRA 16, CUDA graphs": {"LORA_RANK": 16, "CUDA_GRAPHS": True, "DECODE_BLOCK": 128},
     "bfloat16, checkpointing": {"GRADIENT_CHECKPOINTING": True},
     "bfloat16, LoRA 16": {"LORA_RANK": 16},
 }
@@ -142,6 +145,24 @@ def waits(out):
         trainer.run.lock.release(force=True)
 
 
+def graphs(out):
+    for dtype in ("float32", "bfloat16"):
+        batches = []
+        for uses_graphs in (False, True):
+            options = {"OUTPUT_DIR": str(out / "graphs"), "RESUME": "no", "EVAL_DATASETS": [], "DTYPE": dtype}
+            module = load("grpo/grpo.py", **options, CUDA_GRAPHS=uses_graphs, DECODE_BLOCK=16)
+            trainer = module.GRPOTrainer()
+            trainer.state.step = 1
+            trainer.seed_step()
+            batches.append(trainer.rollout(trainer.next_prompts()))
+            scored = module.all_logprobs(trainer.actor, batches[-1])
+            trainer.run.lock.release(force=True)
+        equal = sum(a == b for a, b in zip(*(batch.response_ids for batch in batches)))
+        ratio = (scored - batches[1].logprobs).abs().max().item()
+        report(f"{dtype}: responses with a graph as without", f"{equal} of {len(scored)}")
+        report("  largest |log ratio| of scoring to sampling", f"{ratio:.1e}")
+
+
 def random_qwen(folder):
     """Writes a random model of Qwen2.5-0.5B's shape with the tiny tokenizer. Returns its folder."""
     config = transformers.Qwen2Config(
@@ -232,7 +253,7 @@ def two(out):
 
 
 def main(out=ROOT / "checkpoints/gpu", *names):
-    stages = {f.__name__: f for f in (step, waits, resume, curves, options, two)}
+    stages = {f.__name__: f for f in (graphs, step, waits, resume, curves, options, two)}
     started = time.time()
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)

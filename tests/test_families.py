@@ -11,6 +11,12 @@ SHAPE = {"vocab_size": 82, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 SHAPE |= {"bos_token_id": None, "eos_token_id": ENDS, "pad_token_id": 0}
 GPT2 = {"vocab_size": 82, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "eos_token_id": ENDS}
+HEADS = {"num_attention_heads": 4, "hidden_size": 32, "num_hidden_layers": 2, "eos_token_id": ENDS}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+LINEAR |= {
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 FAMILIES = {
     "llama": transformers.LlamaConfig(**SHAPE),
     "qwen2": transformers.Qwen2Config(**SHAPE),
@@ -24,8 +30,12 @@ FAMILIES = {
     "olmo2": transformers.Olmo2Config(**SHAPE),
     "capped logits": transformers.Gemma2Config(**SHAPE, sliding_window=4, final_logit_softcapping=5.0),
     "scaled logits": transformers.CohereConfig(**SHAPE, logit_scale=0.25),
-    "experts": transformers.MixtralConfig(**SHAPE, num_local_experts=4),
+    "experts": transformers.MixtralConfig(**SHAPE, num_local_experts=4, output_router_logits=True),
+    "opt": transformers.OPTConfig(vocab_size=82, ffn_dim=48, **HEADS),
+    "gated delta net": transformers.Qwen3NextConfig(**SHAPE | LINEAR),
+    "alibi": transformers.FalconConfig(vocab_size=82, alibi=True, **HEADS),
 }
+OF_PPO = list(FAMILIES)[:10]
 OF_SFT = ("capped logits", "scaled logits", "experts", "gpt2")
 
 
@@ -39,7 +49,7 @@ def random_model(name):
     return model
 
 
-@pytest.fixture(params=[name for name in FAMILIES if name not in OF_SFT or name == "gpt2"])
+@pytest.fixture(params=[name for name in FAMILIES if name in OF_PPO])
 def family(request, tmp_path):
     random_model(request.param).save_pretrained(tmp_path / "model")
     transformers.AutoTokenizer.from_pretrained(TINY / "policy").save_pretrained(tmp_path / "model")
@@ -67,6 +77,39 @@ def test_sampling_scoring_values_and_the_update_agree_with_a_plain_forward_pass(
         assert torch.allclose(values[:length], trainer.critic.score(hidden)[:, 0], atol=1e-3)
     trainer.compute_advantages(batch)
     assert trainer.update(batch)["rollout_mismatch"] < 1e-4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_grpo_samples_scores_and_trains_what_a_plain_forward_pass_gives(name, tmp_path):
+    """Also where logits are capped or scaled; a cache is fixed where all layers have full attention."""
+    random_model(name).save_pretrained(tmp_path / "model")
+    transformers.AutoTokenizer.from_pretrained(TINY / "policy").save_pretrained(tmp_path / "model")
+    options = {"ACTOR_MODEL": str(tmp_path / "model"), "OUTPUT_DIR": str(tmp_path / "run")}
+    options |= {"EVAL_DATASETS": [], "GROUP_SIZE": 2, "TEMPERATURE": 2.0, "MAX_NEW_TOKENS": 24}
+    options |= {"DECODE_BLOCK": 16, "LOGIT_CHUNK": 5}
+    module = load("grpo/grpo.py", **small("grpo/grpo.py", **options))
+    trainer = module.GRPOTrainer()
+    trainer.state.step = 1
+    batch = trainer.rollout(trainer.next_prompts())
+    assert batch.lengths.min() < batch.lengths.max()
+    wanted = []
+    for row, ids, length, logprobs in zip(batch.rows, batch.ids, batch.lengths, batch.logprobs):
+        whole = torch.tensor([row["ids"] + ids[:length].tolist()])
+        logits = trainer.actor(whole).logits[0, len(row["ids"]) - 1 : -1]
+        wanted.append((logits / 2.0).log_softmax(-1).gather(1, ids[:length, None])[:, 0])
+        assert torch.allclose(logprobs[:length], wanted[-1], atol=1e-3)
+    parameters = list(trainer.actor.parameters())
+    gradients = torch.autograd.grad(sum(x.square().sum() for x in wanted), parameters)
+    logprobs, _ = module.logprobs_and_entropy(trainer.actor, batch, torch.arange(len(batch.rows)))
+    logprobs.square().sum().backward()
+    for one, parameter in zip(gradients, parameters):
+        assert torch.allclose(one, parameter.grad, atol=2e-3 * (1 + one.abs().max().item()))
+    trainer.optimizers["policy"].zero_grad()
+    trainer.compute_advantages(batch)
+    assert trainer.update(batch)["rollout_mismatch"] < 1e-4
+    decoder = module.Decoder(trainer.actor, [[5, 6]])
+    others = ("mistral with a window", "gemma2", "gemma3", "capped logits", "gated delta net", "alibi")
+    assert (decoder.cache.place is None) == (name in others)
 
 
 # ---------------------------------------------------------------- answers that are given: sft.py, dpo.py
@@ -108,18 +151,22 @@ def test_logits_are_held_for_a_few_tokens_and_computed_again():
     assert sorted(sizes) == [2, 2, 3, 3, 3, 3]
 
 
-def test_gradient_checkpointing_gives_the_same_gradient_without_dropout():
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_gradient_checkpointing_gives_the_same_gradient_without_dropout(name, tmp_path):
+    """OPT's layers call dropout themselves."""
+    random_model(name).save_pretrained(tmp_path)
     gradients, calls = [], []
     for checkpointing in (False, True):
         sft = load("ppo/sft.py", GRADIENT_CHECKPOINTING=checkpointing)
-        model = random_model("gpt2")
+        model = sft.load_trained(transformers.AutoModelForCausalLM, tmp_path, None)
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.5
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
         count = []
-        model.transformer.h[0].mlp.register_forward_pre_hook(lambda *_: count.append(1))
+        layer = next(x for x in model.modules() if isinstance(x, sft.GradientCheckpointingLayer))
+        layer.get_submodule("mlp.c_fc" if name == "gpt2" else "fc1").register_forward_pre_hook(
+            lambda *_: count.append(1)
+        )
         sft.answer_logprobs(model, ROWS)[0].sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
         calls.append(len(count))

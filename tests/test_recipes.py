@@ -1,5 +1,5 @@
 """Each recipe trains by the command in its first lines, here with tiny random models of the same kinds and
-local rows of the same columns. Its figure for memory is the one that memory() computes."""
+local rows of the same columns. Its figure for memory is the one that tools/memory.py computes."""
 
 import math
 import re
@@ -9,15 +9,21 @@ import pytest
 import transformers
 from conftest import ROOT, byte_tokenizer, load, read
 
-# Parameters; layers; hidden units; width of a layer's keys; inputs and outputs of all linear layers
-POLICY = (494_032_768, 24, 896, 128, 549_888)
-SIZES = {
-    "Qwen/Qwen2.5-0.5B": POLICY,
-    "Qwen/Qwen2.5-0.5B-Instruct": POLICY,
-    "Qwen/Qwen2.5-1.5B-Instruct": (1_543_714_304, 28, 1536, 256, 1_154_048),
-    "Skywork/Skywork-Reward-V2-Qwen3-0.6B": (596_050_944, 28, 1024, 1024, 630_784),
+sys.path.insert(0, str(ROOT / "tools"))
+import memory
+
+SHAPE = {"vocab_size": 151_936, "tie_word_embeddings": True, "num_key_value_heads": 2}
+POLICY = {**SHAPE, "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14}
+LARGER = {**SHAPE, "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12}
+REWARD = {**SHAPE, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "head_dim": 128}
+CONFIGS = {
+    "Qwen/Qwen2.5-0.5B": transformers.Qwen2Config(**POLICY, num_hidden_layers=24),
+    "Qwen/Qwen2.5-0.5B-Instruct": transformers.Qwen2Config(**POLICY, num_hidden_layers=24),
+    "Qwen/Qwen2.5-1.5B-Instruct": transformers.Qwen2Config(**LARGER, num_hidden_layers=28),
+    "Skywork/Skywork-Reward-V2-Qwen3-0.6B": transformers.Qwen3Config(
+        **REWARD | {"num_key_value_heads": 8}, num_hidden_layers=28
+    ),
 }
-VOCABULARY = 151_936
 TEMPLATE = """{% if messages[0].role != 'system' %}<|im_start|>system
 You are a helpful assistant.<|im_end|>
 {% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
@@ -31,29 +37,6 @@ PAIRS = 8 * [{"prompt": "Say it", "messages": GOOD, "chosen": GOOD, "rejected": 
 SHORT = """BATCH_SIZE=2 GRADIENT_ACCUMULATION_STEPS=1 GROUP_SIZE=4 MINI_BATCHES=1 MAX_STEPS=1
 MAX_NEW_TOKENS=12 MAX_EVAL_PROMPTS=2 MAX_EVAL_ROWS=2 MAX_EVAL_PAIRS=2 MINE_PROMPTS=8 ROUNDS=1
 CRITIC_WARMUP_STEPS=0 RESUME=no"""
-
-
-def memory(c):
-    """Returns the comment on memory, from the constants c. Bytes: 4 per weight and gradient, 8 for moments, 2
-    for a bfloat16 copy of the largest model, and for keys and values; 26 per logit in sampling, 16 in the
-    update (24 with rce.py's entropies); per token, layer and hidden unit 80 for activations."""
-    size, layers, hidden, key_width, linear = SIZES.get(c.get("BASE_MODEL") or c["ACTOR_MODEL"], POLICY)
-    reward_size = SIZES.get(c["REWARD_MODEL"], POLICY)[0] if c.get("REWARD_MODEL") else 0
-    trained = c["LORA_RANK"] * linear or size * (1 + ("CRITIC_MODEL" in c))
-    frozen = reward_size + size * (c["LORA_RANK"] > 0 or c.get("KL_COEF", 0) > 0)  # the reference
-    rest = 12 * trained + 4 * frozen + 2 * max(size, reward_size)
-    update = rest + 4 * trained
-    if "MAX_TOKENS" in c:
-        rows = c["BATCH_SIZE"] * (1 + ("BASE_MODEL" in c))  # a pair has two answers
-        update += rows * c["MAX_TOKENS"] * 80 * layers * hidden
-        update += 16 * VOCABULARY * c.get("LOGITS_AT_ONCE", 0)
-        return f"# Memory, computed: {update / 1e9:.1f} GB"
-    tokens = c["MAX_PROMPT_TOKENS"] + c["MAX_NEW_TOKENS"]
-    logits = c["MAX_NEW_TOKENS"] * VOCABULARY * (16 + 8 * ("TAU" in c))
-    update += c["MICRO_BATCH_ROWS"] * (logits + tokens * 80 * layers * hidden)
-    cache = tokens * layers * 2 * key_width * 2
-    rollout = rest + c["BATCH_SIZE"] * c["GROUP_SIZE"] * (cache + 26 * VOCABULARY)
-    return f"# Memory, computed: {rollout / 1e9:.1f} GB in the rollout, {update / 1e9:.1f} GB in the update"
 
 
 def save_stand_in(name):
@@ -77,7 +60,6 @@ def train(recipe, monkeypatch):
     monkeypatch.setattr(sys, "argv", [path])  # {file} of OUTPUT_DIR
     module = load(path)
     module.apply_overrides([f"@{ROOT}/recipes/{recipe}"])
-    assert memory(module.constants()) in text
     if "gsm8k" in recipe:
         assert f"python tools/evaluate.py {module.OUTPUT_DIR} @recipes/gsm8k_test.txt" in text
         module.apply_overrides([f"@{ROOT}/recipes/gsm8k_test.txt"])
@@ -99,7 +81,15 @@ OTHERS = sorted({path.name for path in (ROOT / "recipes").glob("*.txt")} - {*CHA
 @pytest.mark.parametrize("recipes", [CHAIN, *([name] for name in OTHERS)], ids=lambda names: names[-1])
 def test_recipe(tmp_path, monkeypatch, recipes):
     monkeypatch.chdir(tmp_path)  # models of the hub and checkpoints of another recipe are folders here
-    for name in SIZES:
+    for name in CONFIGS:
         save_stand_in(name)
     for recipe in recipes:
         train(recipe, monkeypatch)
+
+
+@pytest.mark.parametrize("recipe", [*CHAIN, *OTHERS])
+def test_the_memory_in_a_recipe_is_what_the_tool_computes(recipe, monkeypatch):
+    config = CONFIGS["Qwen/Qwen2.5-0.5B"]  # also of the policies that other recipes train
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name: CONFIGS.get(name, config))
+    path = ROOT / "recipes" / recipe
+    assert f"# Memory, computed: {memory.describe(memory.load_constants([f'@{path}']))}\n" in path.read_text()
