@@ -271,6 +271,7 @@ class GRPOTrainer:
         self.run = Run(resume_from_checkpoint or RESUME)
         self.state = SimpleNamespace(
             step=0,  # the current one, from 1; between steps, how many are done
+            batches=0,  # how many batches of prompts were drawn, in steps and by dynamic sampling
             evaluation={},  # the last one's metrics
             best_score=-math.inf,  # its policy is in best/
             evaluations_without_gain=0,
@@ -376,9 +377,11 @@ class GRPOTrainer:
         out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.state.evaluations_without_gain
         return self.run.signal or out_of_patience or self.state.step >= self.total_steps
 
+    # differs: dynamic sampling takes prompts out of their turn
     def next_prompts(self):
-        """Returns the step's prompts, fewer at the end of an epoch. Each epoch has its own order."""
-        epoch, place = divmod(self.state.step - 1, self.steps_per_epoch)
+        """Returns the data's next prompts, fewer at the end of an epoch. Each epoch has its own order."""
+        epoch, place = divmod(self.state.batches, self.steps_per_epoch)
+        self.state.batches += 1
         generator = torch.Generator().manual_seed(SEED + epoch + 1)
         order = torch.randperm(len(self.train_rows), generator=generator)
         return [self.train_rows[i] for i in order.split(BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)[place]]
@@ -395,23 +398,24 @@ class GRPOTrainer:
         return join(all_gather(batch))
 
     def replace_flat_groups(self, batch):
-        """Replaces groups of equal scores by new ones, of prompts drawn at random (dynamic sampling)."""
+        """Replaces groups of equal scores by new ones, of the data's next prompts (dynamic sampling)."""
         self.flat_fraction = is_flat(batch.scores).float().mean().item()
         for _ in range(RESAMPLE_FLAT_GROUPS):
             flat = is_flat(batch.scores).nonzero().squeeze(1).tolist()
             if flat:
-                order = torch.randperm(len(self.train_rows), generator=self.generator)
-                new = self.rollout([self.train_rows[i] for i in order[: len(flat) // GROUP_SIZE]])
-                for name, values in vars(new).items():
-                    for number, value in zip(flat, values):
-                        vars(batch)[name][number] = value
+                new = self.rollout(self.next_prompts()[: len(flat) // GROUP_SIZE])
+                of_parts = batch.reward_parts, new.reward_parts
+                for target, source in ((vars(batch), vars(new)), of_parts):
+                    for name in source.keys() - {"reward_parts"}:
+                        for number, value in zip(flat, source[name]):
+                            target[name][number] = value
 
     def respond(self, rows, uniform):
         """Samples a response to each row of the data; uniform (rows, MAX_NEW_TOKENS) decides the tokens, None
         takes the likeliest. Returns a batch, which lives on the CPU. Its fields come from
         respond             rows, texts, response_ids (lists); truncated, lengths (rows,); ids, logprobs,
                             entropies, mask (1: a token that the policy sampled) (rows, R)
-        score               scores (rows,), parts (rows, parts), ref_logprobs (rows, R)
+        score               scores (rows,), reward_parts {name: (rows,)}, ref_logprobs (rows, R)
         compute_advantages  advantages (rows, 1) or (rows, R), trained (rows, R)
         Override it for tools: what others wrote has mask 0 but counts in lengths; all batches have one R."""
         batch = SimpleNamespace(rows=rows)
@@ -451,12 +455,12 @@ class GRPOTrainer:
             batch.ref_logprobs = all_logprobs(self.reference, batch)
 
     def score_responses(self, batch):
-        """Adds the scores of the responses, (rows,), and parts: the scores and what they consist of."""
+        """Adds the scores of the responses, (rows,), and reward_parts, what they consist of."""
         self.reward_parts = {}
         prompts, texts, answers, columns = reward_arguments(batch)
         scores = self.compute_rewards(prompts, texts, answers, **columns)
         batch.scores = torch.as_tensor(scores).float() - overlong_penalty(batch.mask.sum(1))
-        batch.parts = torch.stack([batch.scores, *map(torch.as_tensor, self.reward_parts.values())], 1)
+        batch.reward_parts = {name: torch.as_tensor(part) for name, part in self.reward_parts.items()}
 
     def compute_rewards(self, prompts, responses, answers, **columns):
         """Returns the score of each response, (rows,). Edit or override freely. columns: response_ids, and
@@ -606,7 +610,7 @@ class GRPOTrainer:
         step = self.state.step
         advantages = (batch.advantages * batch.mask).sum(1) / batch.mask.sum(1)  # the mean over the tokens
         metrics = {
-            "epoch": (step - 1) // self.steps_per_epoch + 1,
+            "epoch": (max(step, self.state.batches) - 1) // self.steps_per_epoch + 1,
             **metrics,
             **self.response_metrics(batch),
             "advantage_abs": advantages.abs().mean().item(),
@@ -628,9 +632,10 @@ class GRPOTrainer:
     def response_metrics(self, batch):
         """Returns means over responses."""
         metrics = {}
-        if hasattr(batch, "parts"):  # it was scored
-            names = ["reward", *(f"reward/{name}" for name in self.reward_parts)]
-            metrics = dict(zip(names, batch.parts.mean(0).tolist()))
+        if hasattr(batch, "scores"):
+            metrics["reward"] = batch.scores.mean().item()
+            for name, part in batch.reward_parts.items():
+                metrics[f"reward/{name}"] = part.float().mean().item()
         metrics["response_length"] = batch.mask.sum(1).mean().item()
         metrics["truncated_fraction"] = batch.truncated.float().mean().item()
         return metrics
@@ -1216,7 +1221,12 @@ def join(batches):
     fields = {}
     for name in vars(batches[0]):
         values = [vars(batch)[name] for batch in batches]
-        fields[name] = torch.cat(values) if torch.is_tensor(values[0]) else list(chain(*values))
+        if torch.is_tensor(values[0]):
+            fields[name] = torch.cat(values)
+        elif isinstance(values[0], dict):
+            fields[name] = {key: torch.cat(column(values, key)) for key in values[0]}
+        else:
+            fields[name] = list(chain(*values))
     return SimpleNamespace(**fields)
 
 

@@ -397,7 +397,8 @@ class PPOTrainer:
         takes the likeliest. Returns a batch, which lives on the CPU. Its fields come from
         respond             rows, texts, response_ids (lists); truncated, lengths (rows,); ids, logprobs,
                             entropies, mask (1: a token that the policy sampled) (rows, R)
-        score               scores (rows,), parts (rows, parts), values (V_old), ref_logprobs (rows, R)
+        score               scores (rows,), reward_parts {name: (rows,)}; values (V_old), ref_logprobs
+                            (rows, R)
         compute_advantages  raw_advantages, advantages, returns (the critic's targets) (rows, R)
         Override it for tools: what others wrote has mask 0 but counts in lengths; all batches have one R."""
         batch = SimpleNamespace(rows=rows)
@@ -438,12 +439,12 @@ class PPOTrainer:
             batch.ref_logprobs = in_micro_batches(self.reference, batch, token_logprobs)
 
     def score_responses(self, batch):
-        """Adds the scores of the responses, (rows,), and parts: the scores and what they consist of."""
+        """Adds the scores of the responses, (rows,), and reward_parts, what they consist of."""
         self.reward_parts = {}
         prompts, texts, answers, columns = reward_arguments(batch)
         scores = self.compute_rewards(prompts, texts, answers, **columns)
         batch.scores = torch.as_tensor(scores).float() - MISSING_EOS_PENALTY * batch.truncated
-        batch.parts = torch.stack([batch.scores, *map(torch.as_tensor, self.reward_parts.values())], 1)
+        batch.reward_parts = {name: torch.as_tensor(part) for name, part in self.reward_parts.items()}
 
     def compute_rewards(self, prompts, responses, answers, **columns):
         """Returns the score of each response, (rows,). Edit or override freely. columns: response_ids, and
@@ -615,9 +616,10 @@ class PPOTrainer:
     def response_metrics(self, batch):
         """Returns means over responses."""
         metrics = {}
-        if hasattr(batch, "parts"):  # it was scored
-            names = ["reward", *(f"reward/{name}" for name in self.reward_parts)]
-            metrics = dict(zip(names, batch.parts.mean(0).tolist()))
+        if hasattr(batch, "scores"):
+            metrics["reward"] = batch.scores.mean().item()
+            for name, part in batch.reward_parts.items():
+                metrics[f"reward/{name}"] = part.float().mean().item()
         metrics["response_length"] = batch.mask.sum(1).mean().item()
         metrics["truncated_fraction"] = batch.truncated.float().mean().item()
         return metrics
@@ -1224,7 +1226,12 @@ def join(batches):
     fields = {}
     for name in vars(batches[0]):
         values = [vars(batch)[name] for batch in batches]
-        fields[name] = torch.cat(values) if torch.is_tensor(values[0]) else list(chain(*values))
+        if torch.is_tensor(values[0]):
+            fields[name] = torch.cat(values)
+        elif isinstance(values[0], dict):
+            fields[name] = {key: torch.cat(column(values, key)) for key in values[0]}
+        else:
+            fields[name] = list(chain(*values))
     return SimpleNamespace(**fields)
 
 

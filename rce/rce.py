@@ -620,11 +620,11 @@ class RCETrainer:
 
     # differs: no penalty of long responses
     def score_responses(self, batch):
-        """Adds the scores of the responses, (rows,), and parts: the scores and what they consist of."""
+        """Adds the scores of the responses, (rows,), and reward_parts, what they consist of."""
         self.reward_parts = {}
         prompts, texts, answers, columns = reward_arguments(batch)
         batch.scores = torch.as_tensor(self.compute_rewards(prompts, texts, answers, **columns)).float()
-        batch.parts = torch.stack([batch.scores, *map(torch.as_tensor, self.reward_parts.values())], 1)
+        batch.reward_parts = {name: torch.as_tensor(part) for name, part in self.reward_parts.items()}
 
     # differs: no reward model
     def compute_rewards(self, prompts, responses, answers, **columns):
@@ -719,9 +719,10 @@ class RCETrainer:
     def response_metrics(self, batch):
         """Returns means over responses."""
         metrics = {}
-        if hasattr(batch, "parts"):  # it was scored
-            names = ["reward", *(f"reward/{name}" for name in self.reward_parts)]
-            metrics = dict(zip(names, batch.parts.mean(0).tolist()))
+        if hasattr(batch, "scores"):
+            metrics["reward"] = batch.scores.mean().item()
+            for name, part in batch.reward_parts.items():
+                metrics[f"reward/{name}"] = part.float().mean().item()
         metrics["response_length"] = batch.mask.sum(1).mean().item()
         metrics["truncated_fraction"] = batch.truncated.float().mean().item()
         return metrics
@@ -1450,7 +1451,12 @@ def join(batches):
     fields = {}
     for name in vars(batches[0]):
         values = [vars(batch)[name] for batch in batches]
-        fields[name] = torch.cat(values) if torch.is_tensor(values[0]) else list(chain(*values))
+        if torch.is_tensor(values[0]):
+            fields[name] = torch.cat(values)
+        elif isinstance(values[0], dict):
+            fields[name] = {key: torch.cat(column(values, key)) for key in values[0]}
+        else:
+            fields[name] = list(chain(*values))
     return SimpleNamespace(**fields)
 
 
