@@ -213,7 +213,7 @@ def step(out):
         }
         module = load("grpo/grpo.py", **options)
         trainer = module.GRPOTrainer()
-        trainer.run.open(trainer.state)
+        trainer.run.open(trainer.state, False)
         for number in (1, 2):  # the first one warms up
             torch.cuda.reset_peak_memory_stats()
             trainer.state.step = number

@@ -256,7 +256,7 @@ def test_the_token_by_which_the_template_ends_a_turn_ends_a_response(make, tmp_p
     assert trainer.end_ids == [1, 0]  # the turn's end comes first
     batch = trainer.rollout(trainer.train_rows[:4])
     assert batch.truncated.float().mean() < 0.5
-    trainer.run.open(trainer.state)
+    trainer.run.open(trainer.state, False)
     trainer.save_best()
     saved = json.loads((trainer.run.folder / "best/policy/generation_config.json").read_text())
     assert saved["eos_token_id"] == [1, 0]
