@@ -99,7 +99,9 @@ def micro_batches(batch, rows, size):
 
 def optimizer_step(self, batch, rows, *weights, **options):
     """Puts the filler behind the batch: a response of which no token counts. weights: of grpo.py."""
-    filler = SimpleNamespace(**{name: values[:1] for name, values in vars(batch).items()})
+    fields = {name: x[:1] for name, x in vars(batch).items() if name != "reward_parts"}
+    parts = {name: x[:1] for name, x in batch.reward_parts.items()}
+    filler = SimpleNamespace(**fields, reward_parts=parts)
     filler.mask = torch.zeros_like(filler.mask)
     weights = [torch.cat([x, torch.zeros_like(x[:1])]) for x in weights]
     return before.optimizer_step(self, module.join([batch, filler]), rows, *weights, **options)
@@ -155,7 +157,8 @@ def save_full(save):
     """Returns save() or save_best() of a trainer, in which process 0 alone would ask for the weights."""
 
     def run(self):
-        kept = dict(vars(self))
+        kept, trained = dict(vars(self)), self.trained_names()
+        self.trained_names = lambda: trained
         self.models, self.optimizers = {}, {}
         for name, model in kept["models"].items():
             save_pretrained = partial(model.save_pretrained, state_dict=full_weights(model))
@@ -164,6 +167,7 @@ def save_full(save):
             self.optimizers[name] = SimpleNamespace(state_dict=full(optimizer.state_dict()).copy)
         self.actor = self.models["policy"]
         save(self)
+        del self.trained_names
         vars(self).update(kept)
 
     return run

@@ -40,6 +40,7 @@ candidates     constrained_logprobs, search              the prompt     PROMPT_T
 
 import ast
 import csv
+import difflib
 import hashlib
 import json
 import math
@@ -1374,7 +1375,8 @@ def apply_overrides(arguments):
             continue
         key, _, text = argument.partition("=")
         if key not in constants():
-            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of {Path(__file__).name}: see -h")
+            near = difflib.get_close_matches(key.upper(), constants(), 1, 0.0)[0]
+            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file, such as {near}")
         wanted = __annotations__.get(key, type(globals()[key]))  # a type such as int, or int | None
         value = os.path.expanduser(text).replace("{file}", Path(sys.argv[0]).stem)
         # \n is a line break, but in \\n and in LaTeX's \neq, \nu and the like
@@ -1401,7 +1403,7 @@ def check_numbers(counts):
 def check_constants():
     """Refuses values that would fail silently or late."""
     check_numbers(
-        "MAX_HISTORY MAX_EVAL_ROWS SFT_EPOCHS SFT_BATCH_SIZE BATCH_SIZE MICRO_BATCH_ROWS GROUP_EPOCHS "
+        "MAX_HISTORY MAX_EVAL_ROWS SFT_BATCH_SIZE BATCH_SIZE MICRO_BATCH_ROWS GROUP_EPOCHS "
         "MINI_BATCHES KEEP_LAST_N_CHECKPOINTS PRINT_EVERY_N_STEPS"
     )
     rules = {

@@ -33,6 +33,7 @@ the end        is_over
 
 import ast
 import csv
+import difflib
 import hashlib
 import json
 import math
@@ -1524,7 +1525,8 @@ def apply_overrides(arguments):
             continue
         key, _, text = argument.partition("=")
         if key not in constants():
-            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of {Path(__file__).name}: see -h")
+            near = difflib.get_close_matches(key.upper(), constants(), 1, 0.0)[0]
+            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file, such as {near}")
         wanted = __annotations__.get(key, type(globals()[key]))  # a type such as int, or int | None
         value = os.path.expanduser(text).replace("{file}", Path(sys.argv[0]).stem)
         # \n is a line break, but in \\n and in LaTeX's \neq, \nu and the like

@@ -61,7 +61,7 @@ def test_a_line_of_a_file_of_constants(grpo, tmp_path, line):
     assert getattr(grpo, name) == value
 
 
-WRONG = {"GROUPSIZE=4": "GROUPSIZE=4", "learning_rate=1": "KEY=VALUE", "GROUP_SIZE=2.5": "GROUP_SIZE"}
+WRONG = {"GROUPSIZE=4": "GROUP_SIZE", "learning_rate=1": "LEARNING_RATE", "GROUP_SIZE=2.5": "GROUP_SIZE"}
 WRONG |= {"GROUP_SIZE=two": "GROUP_SIZE", "USE_WANDB=yes": "USE_WANDB", "MAX_STEPS=": "MAX_STEPS"}
 WRONG |= {"--help-me": "KEY=VALUE"}
 

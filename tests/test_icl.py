@@ -273,7 +273,7 @@ def test_one_csv_of_ones_own_is_enough(icl, tmp_path):
         (f"TRAIN_DATASET={ {**MARKET, 'path': 'no.csv'} }", "No such file or directory: 'no.csv'"),
         (f"TRAIN_DATASET={ {**MARKET, 'output': 'label'} }", "['question', 'answer'"),
         (f"TRAIN_DATASET={ {**MARKET, 'type': 'tsv'} }", "the types are jsonl, csv, parquet and hub"),
-        ("VALIDATION_QUESTIONS=0", "the data sets are too small"),
+        ("VALIDATION_QUESTIONS=0", "VALIDATION_QUESTIONS = 0"),
     ],
 )
 def test_what_a_user_can_correct_is_one_line(refusal, tmp_path, word, says):
