@@ -153,11 +153,18 @@ def full_weights(model):
     return {name: tensors[x] for name, x in parameters.items()}
 
 
+def trained_names(self):
+    for model in self.models.values():
+        model.state_dict()  # FSDP2 then has its sharded parameters, which are the optimizer's
+    return before.trained_names(self)
+
+
 def save_full(save):
     """Returns save() or save_best() of a trainer, in which process 0 alone would ask for the weights."""
 
     def run(self):
-        kept, trained = dict(vars(self)), self.trained_names()
+        kept = dict(vars(self))
+        trained = self.trained_names()
         self.trained_names = lambda: trained
         self.models, self.optimizers = {}, {}
         for name, model in kept["models"].items():
@@ -194,6 +201,7 @@ def shard_moments(optimizer, saved):
 for function in (load_model, make_optimizer, clip_and_step, micro_batches, cut_by_length):
     setattr(module, function.__name__, function)
 module.CUDA_GRAPHS = False  # FSDP2 waits for events in its hooks
+trainer.trained_names = trained_names
 trainer.save, trainer.save_best = save_full(trainer.save), save_full(trainer.save_best)
 if trainer.__name__ == "SFTTrainer":
     trainer.evaluate = run_whole(trainer.evaluate, lambda self: self.actor)
