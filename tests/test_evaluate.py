@@ -107,14 +107,10 @@ def write_config(run, **facts):
 
 
 def test_a_run_of_another_machine_takes_the_trainer_and_the_data_of_this_repository(capsys):
-    data = [
-        {"path": "/other/rlhf/data/tiny/test.jsonl"},
-        {"path": "{ROOT}/q.jsonl"},
-        {"path": "/home/q.jsonl"},
-    ]
-    config = {"file": "/other/rlhf/grpo/grpo.py", "root": "/other/rlhf", "constants": {"EVAL_DATASETS": data}}
+    data = [{"path": "{ROOT}/q.jsonl"}, {"path": "/home/q.jsonl"}]
+    config = {"file": "/other/rlhf/grpo/grpo.py", "constants": {"EVAL_DATASETS": data}}
     module = TOOL.load_trainer(config)
-    paths = [f"{ROOT}/data/tiny/test.jsonl", f"{ROOT}/q.jsonl", "/home/q.jsonl"]
+    paths = [f"{ROOT}/q.jsonl", "/home/q.jsonl"]
     assert module.ROOT == ROOT and [spec["path"] for spec in module.EVAL_DATASETS] == paths
     assert "/other/rlhf/grpo/grpo.py is not on this machine" in capsys.readouterr().out
 

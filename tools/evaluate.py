@@ -66,7 +66,6 @@ def import_file(path):
 def load_trainer(config):
     """Returns the module of a trainer that samples, with the constants of the run."""
     file = Path(config["file"])
-    root = config.get("root", file.parent.parent)  # of the repository that trained
     of_this_name = next(ROOT.glob(f"*/{file.name}"), None)
     if of_this_name and not file.exists():  # the run was copied from another machine
         print(f"{file} is not on this machine: {of_this_name} and data of {ROOT} are taken")
@@ -74,10 +73,8 @@ def load_trainer(config):
     if Path(config.get("program", file)).name != file.name:
         print(f"The run is evaluated by {file.name} alone, without the changes of {config['program']}")
     module = import_file(file)
-    text = json.dumps(config["constants"])
-    for old_root in ("{ROOT}", root):
-        text = text.replace(f'"{old_root}/', f'"{module.ROOT}/')
-    constants = json.loads(text)
+    root = json.dumps(str(module.ROOT))[1:-1]
+    constants = json.loads(json.dumps(config["constants"]).replace("{ROOT}", root))
     if not hasattr(module, "sampling_logprobs"):  # sft.py, dpo.py
         module = import_file(ROOT / "grpo/grpo.py")
         constants["BATCH_SIZE"] = constants["EVAL_BATCH_SIZE"]
