@@ -147,7 +147,9 @@ GROUP_EPOCHS = 1  # passes over each step's responses
 MINI_BATCHES = 1  # optimizer steps per pass
 SCALE_REWARDS = "group"  # group | batch | none: whose standard deviation advantages are divided by
 LEAVE_ONE_OUT = False  # the baseline is the mean of the other responses (RLOO, 2402.14740)
-RESAMPLE_FLAT_GROUPS = 0  # how often groups of equal scores are replaced (dynamic sampling, 2503.14476)
+RESAMPLE_FLAT_GROUPS = (
+    0  # dynamic sampling (2503.14476): next batches that may replace groups of equal scores
+)
 CLIP_RANGE = 0.2  # gspo wants about 3e-4 (in bfloat16 with one optimizer step per rollout: rounding)
 CLIP_RANGE_HIGH: float | None = None  # None: CLIP_RANGE. DAPO takes 0.28, gspo about 4e-4, cispo about 4
 ENTROPY_COEF = 0.0
@@ -305,8 +307,9 @@ class GRPOTrainer:
         if REWARD_MODEL:
             tokenizers[REWARD_MODEL] = self.reward_tokenizer
         warn_of_data(self.train_rows, self.eval_rows, tokenizers)
-        longest = max(map(len, column(rows, "ids")))
-        check_limits(self.actor, chain(self.end_ids, *column(rows, "ids")), longest + MAX_NEW_TOKENS)
+        longest = max(map(len, column(rows, "ids"))) + MAX_NEW_TOKENS
+        for model in filter(None, (self.actor, self.reference)):
+            check_limits(model, chain(self.end_ids, *column(rows, "ids")), longest)
         self.steps_per_epoch = math.ceil(len(self.train_rows) / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
         steps = NUM_EPOCHS * self.steps_per_epoch
         self.total_steps = steps if MAX_STEPS is None else min(steps, MAX_STEPS)
@@ -687,6 +690,7 @@ class GRPOTrainer:
             optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
             saved = {"state": vars(self.state), "optimizers": optimizers, "trained": self.trained_names()}
             torch.save(saved, tmp / "training_state.pt")
+            shutil.copy(self.run.folder / "training_config.json", tmp)
         for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old.rename(f"{old}.tmp"))  # what a kill leaves of it is no checkpoint
         draw_grid(self.run.folder, "training_metrics_detailed.png")
@@ -1088,6 +1092,8 @@ def load_rows(specs, tokenizer):
                 where = f"{position}/{Path(spec['path']).name}:{number}"
                 if None in record or not {spec["input"], spec.get("output", spec["input"])} <= record.keys():
                     raise ValueError(f"{list(record)} lacks a column of {spec} (None: more fields)")
+                if spec["type"] in ("parquet", "hub"):  # they fill absent keys with None
+                    record[spec["input"]] = without_nulls(record[spec["input"]])
                 answer = record[spec["output"]] if "output" in spec else None
                 rows.append(make_row(tokenizer, record[spec["input"]], answer, where, record))
                 where = f"after {where}"  # if the next record cannot be read
@@ -1122,6 +1128,13 @@ def read_records(spec):
         yield from datasets.load_dataset(path, spec.get("name"), split=spec.get("split", "train"))
     else:
         raise ValueError("the types are jsonl, csv, parquet and hub")
+
+
+def without_nulls(value):
+    """Returns a value without the None in its lists and dicts."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def make_row(tokenizer, prompt, answer=None, row_id="the prompt", columns=None):
@@ -1205,6 +1218,11 @@ def warn_of_data(train_rows, eval_rows, tokenizers):
     num_trained = sum(tuple(row["ids"]) in trained for row in eval_rows)
     if num_trained and rank == 0:
         print(f"WARNING: {num_trained} of {len(eval_rows)} held-out prompts are also trained")
+    num_open = sum(row["answer"] is None for row in eval_rows)
+    if 0 < num_open < len(eval_rows) and rank == 0:
+        print(
+            f"WARNING: {num_open} of {len(eval_rows)} held-out prompts have no answer: no accuracy is logged"
+        )
     texts = list(map(str, column(train_rows[:100], "prompt")))
     for name, tokenizer in tokenizers.items():
         ids = list(chain(*tokenizer(texts)["input_ids"]))
@@ -1342,10 +1360,9 @@ class Run:
     def compare(self, state, is_complete):
         """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights are
         those of the checkpoint. Refuses a complete run that would end as if it had trained what changed."""
-        path = Path(self.checkpoint or "").parent / "training_config.json"
-        if not self.checkpoint or not path.exists():
+        if not self.checkpoint:
             return
-        earlier = json.loads(path.read_text())
+        earlier = json.loads((self.checkpoint / "training_config.json").read_text())
         changes = [(k, x) for k, x in constants().items() if earlier["constants"].get(k, x) != x]
         changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR", "TEST_FILE")]
         print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
@@ -1366,7 +1383,8 @@ class Run:
         config = self.folder / "training_config.json"
         is_own = self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve()
         if not is_own:
-            state.best_score, state.log_sizes = -math.inf, {}
+            state.best_score, state.log_sizes, state.wandb_id = -math.inf, {}, None
+            state.evaluations_without_gain = 0
         if not config.exists():
             return
         stale = list_checkpoints(self.folder)
@@ -1498,7 +1516,11 @@ def first_line(error):
 def constants():
     """Returns every constant of this file by name, as JSON has it."""
     values = {name: x for name, x in globals().items() if name.isupper() and name not in ("ROOT", "PANELS")}
-    text = json.dumps(values, default=lambda x: getattr(x, "__name__", str(x)))
+
+    def describe(x):  # a function by its name, an object without its address in memory
+        return getattr(getattr(x, "func", x), "__name__", re.sub(r" at 0x\w+", "", str(x)))
+
+    text = json.dumps(values, default=describe)
     return json.loads(text.replace(json.dumps(str(ROOT))[1:-1], "{ROOT}"))  # the repository may be moved
 
 
@@ -1507,7 +1529,7 @@ def read_constants(path):
     for line in Path(path).read_text(encoding="utf-8-sig").splitlines():
         key, _, text = line.partition("=")
         quoted = re.fullmatch(r"""(["'])(.*?)\1\s*(#.*)?""", text.strip())
-        text = quoted[2] if quoted else text.partition(" #")[0].strip()
+        text = quoted[2] if quoted else re.split(r"\s#\s", text)[0].strip()
         if line.strip() and not line.strip().startswith("#"):
             yield f"{key.strip()}={text}"
 
@@ -1538,18 +1560,21 @@ def apply_overrides(arguments):
 
 
 def check_numbers(counts):
-    """Refuses numbers below 0, or below 1 if `counts` has their names, NaN, and numbers beyond 2**63."""
+    """Refuses numbers below 0, or below 1 if `counts` has their names."""
     for name, value in constants().items():
         lowest = int(name in counts.split())
-        if type(value) in (int, float) and name != "REWARD_MODEL_WEIGHT" and not lowest <= value < 2**63:
-            raise UserError(f"{name} = {value!r} is not a number from {lowest} to 2**63")
+        if type(value) not in (int, float) or name == "REWARD_MODEL_WEIGHT":
+            continue
+        if not lowest <= value or (type(value) is int and value >= 2**63):  # NaN, and seeds beyond 64 bits
+            raise UserError(f"{name} = {value!r} is not a number from {lowest} on (or too large)")
 
 
 def check_constants():
     """Refuses values that would fail silently or late."""
     check_numbers(
         "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS MICRO_BATCH_ROWS EVAL_SAMPLES MAX_NEW_TOKENS "
-        "GROUP_EPOCHS MINI_BATCHES NUM_EPOCHS MAX_STEPS KEEP_LAST_N_CHECKPOINTS MAX_EVAL_PROMPTS"
+        "GROUP_EPOCHS MINI_BATCHES NUM_EPOCHS MAX_STEPS KEEP_LAST_N_CHECKPOINTS MAX_EVAL_PROMPTS "
+        "DECODE_BLOCK LOGIT_CHUNK"
     )
     losses = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo")
     rules = {
@@ -1560,8 +1585,9 @@ def check_constants():
         "KL_ESTIMATOR is k2 or k3": KL_ESTIMATOR in ("k2", "k3"),
         "TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM are above 0": min(TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM) > 0,
         "GROUP_SIZE is at least 2": GROUP_SIZE >= 2,
-        "MICRO_BATCH_ROWS is at least 1": MICRO_BATCH_ROWS >= 1,
+        "CLIP_RANGE_HIGH is None or above 0": CLIP_RANGE_HIGH != 0,
         "PROMPT_TEMPLATE contains {input}": "{input}" in PROMPT_TEMPLATE,
+        "TRAIN_DATASETS has a data set": len(TRAIN_DATASETS) > 0,
         "there is a REWARD_MODEL or a reward function": REWARD_MODEL or REWARD_FUNCTIONS,
         "REFERENCE_MODEL needs KL_COEF > 0": KL_COEF > 0 or not REFERENCE_MODEL,
         "REFERENCE_SYNC_STEPS needs KL_COEF > 0": KL_COEF > 0 or not REFERENCE_SYNC_STEPS,

@@ -366,6 +366,7 @@ class RewardModelTrainer:
             optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
             saved = {"state": vars(self.state), "optimizers": optimizers, "trained": self.trained_names()}
             torch.save(saved, tmp / "training_state.pt")
+            shutil.copy(self.run.folder / "training_config.json", tmp)
         for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old.rename(f"{old}.tmp"))  # what a kill leaves of it is no checkpoint
         draw_grid(self.run.folder, "training_metrics_detailed.png")
@@ -824,10 +825,9 @@ class Run:
     def compare(self, state, is_complete):
         """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights are
         those of the checkpoint. Refuses a complete run that would end as if it had trained what changed."""
-        path = Path(self.checkpoint or "").parent / "training_config.json"
-        if not self.checkpoint or not path.exists():
+        if not self.checkpoint:
             return
-        earlier = json.loads(path.read_text())
+        earlier = json.loads((self.checkpoint / "training_config.json").read_text())
         changes = [(k, x) for k, x in constants().items() if earlier["constants"].get(k, x) != x]
         changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR", "TEST_FILE")]
         print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
@@ -848,7 +848,8 @@ class Run:
         config = self.folder / "training_config.json"
         is_own = self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve()
         if not is_own:
-            state.best_score, state.log_sizes = -math.inf, {}
+            state.best_score, state.log_sizes, state.wandb_id = -math.inf, {}, None
+            state.evaluations_without_gain = 0
         if not config.exists():
             return
         stale = list_checkpoints(self.folder)
@@ -980,7 +981,11 @@ def first_line(error):
 def constants():
     """Returns every constant of this file by name, as JSON has it."""
     values = {name: x for name, x in globals().items() if name.isupper() and name not in ("ROOT", "PANELS")}
-    text = json.dumps(values, default=lambda x: getattr(x, "__name__", str(x)))
+
+    def describe(x):  # a function by its name, an object without its address in memory
+        return getattr(getattr(x, "func", x), "__name__", re.sub(r" at 0x\w+", "", str(x)))
+
+    text = json.dumps(values, default=describe)
     return json.loads(text.replace(json.dumps(str(ROOT))[1:-1], "{ROOT}"))  # the repository may be moved
 
 
@@ -989,7 +994,7 @@ def read_constants(path):
     for line in Path(path).read_text(encoding="utf-8-sig").splitlines():
         key, _, text = line.partition("=")
         quoted = re.fullmatch(r"""(["'])(.*?)\1\s*(#.*)?""", text.strip())
-        text = quoted[2] if quoted else text.partition(" #")[0].strip()
+        text = quoted[2] if quoted else re.split(r"\s#\s", text)[0].strip()
         if line.strip() and not line.strip().startswith("#"):
             yield f"{key.strip()}={text}"
 
@@ -1020,11 +1025,13 @@ def apply_overrides(arguments):
 
 
 def check_numbers(counts):
-    """Refuses numbers below 0, or below 1 if `counts` has their names, NaN, and numbers beyond 2**63."""
+    """Refuses numbers below 0, or below 1 if `counts` has their names."""
     for name, value in constants().items():
         lowest = int(name in counts.split())
-        if type(value) in (int, float) and name != "REWARD_MODEL_WEIGHT" and not lowest <= value < 2**63:
-            raise UserError(f"{name} = {value!r} is not a number from {lowest} to 2**63")
+        if type(value) not in (int, float) or name == "REWARD_MODEL_WEIGHT":
+            continue
+        if not lowest <= value or (type(value) is int and value >= 2**63):  # NaN, and seeds beyond 64 bits
+            raise UserError(f"{name} = {value!r} is not a number from {lowest} on (or too large)")
 
 
 def check_constants():
@@ -1038,6 +1045,7 @@ def check_constants():
         "LR_SCHEDULER_TYPE is linear or cosine": LR_SCHEDULER_TYPE in ("linear", "cosine"),
         "MAX_GRAD_NORM is above 0": MAX_GRAD_NORM > 0,
         "PROMPT_TEMPLATE contains {input}": "{input}" in PROMPT_TEMPLATE,
+        "TRAIN_DATASETS has a data set": len(TRAIN_DATASETS) > 0,
     }
     for rule, is_kept in rules.items():
         if not is_kept:

@@ -777,6 +777,7 @@ class RCETrainer:
             optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
             saved = {"state": vars(self.state), "optimizers": optimizers, "trained": self.trained_names()}
             torch.save(saved, tmp / "training_state.pt")
+            shutil.copy(self.run.folder / "training_config.json", tmp)
         for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old.rename(f"{old}.tmp"))  # what a kill leaves of it is no checkpoint
         draw_grid(self.run.folder, "training_metrics_detailed.png")
@@ -1248,7 +1249,7 @@ def prompt_text(row):
     """Returns the text of a prompt; of a chat, one line per message."""
     if isinstance(row["prompt"], str):
         return row["prompt"]
-    return "\n".join(f"{message['role']}: {message['content']}" for message in row["prompt"])
+    return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in row["prompt"])
 
 
 def is_held_back(row):
@@ -1318,6 +1319,8 @@ def load_rows(specs, tokenizer):
                 where = f"{position}/{Path(spec['path']).name}:{number}"
                 if None in record or not {spec["input"], spec.get("output", spec["input"])} <= record.keys():
                     raise ValueError(f"{list(record)} lacks a column of {spec} (None: more fields)")
+                if spec["type"] in ("parquet", "hub"):  # they fill absent keys with None
+                    record[spec["input"]] = without_nulls(record[spec["input"]])
                 answer = record[spec["output"]] if "output" in spec else None
                 rows.append(make_row(tokenizer, record[spec["input"]], answer, where, record))
                 where = f"after {where}"  # if the next record cannot be read
@@ -1352,6 +1355,13 @@ def read_records(spec):
         yield from datasets.load_dataset(path, spec.get("name"), split=spec.get("split", "train"))
     else:
         raise ValueError("the types are jsonl, csv, parquet and hub")
+
+
+def without_nulls(value):
+    """Returns a value without the None in its lists and dicts."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def make_row(tokenizer, prompt, answer=None, row_id="the prompt", columns=None):
@@ -1435,6 +1445,11 @@ def warn_of_data(train_rows, eval_rows, tokenizers):
     num_trained = sum(tuple(row["ids"]) in trained for row in eval_rows)
     if num_trained and rank == 0:
         print(f"WARNING: {num_trained} of {len(eval_rows)} held-out prompts are also trained")
+    num_open = sum(row["answer"] is None for row in eval_rows)
+    if 0 < num_open < len(eval_rows) and rank == 0:
+        print(
+            f"WARNING: {num_open} of {len(eval_rows)} held-out prompts have no answer: no accuracy is logged"
+        )
     texts = list(map(str, column(train_rows[:100], "prompt")))
     for name, tokenizer in tokenizers.items():
         ids = list(chain(*tokenizer(texts)["input_ids"]))
@@ -1572,10 +1587,9 @@ class Run:
     def compare(self, state, is_complete):
         """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights are
         those of the checkpoint. Refuses a complete run that would end as if it had trained what changed."""
-        path = Path(self.checkpoint or "").parent / "training_config.json"
-        if not self.checkpoint or not path.exists():
+        if not self.checkpoint:
             return
-        earlier = json.loads(path.read_text())
+        earlier = json.loads((self.checkpoint / "training_config.json").read_text())
         changes = [(k, x) for k, x in constants().items() if earlier["constants"].get(k, x) != x]
         changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR", "TEST_FILE")]
         print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
@@ -1598,7 +1612,8 @@ class Run:
         config = self.folder / "training_config.json"
         is_own = self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve()
         if not is_own:
-            state.best_score, state.log_sizes = -math.inf, {}
+            state.best_score, state.log_sizes, state.wandb_id = -math.inf, {}, None
+            state.evaluations_without_gain = 0
         if not config.exists():
             return
         stale = list_checkpoints(self.folder)
@@ -1735,7 +1750,11 @@ def first_line(error):
 def constants():
     """Returns every constant of this file by name, as JSON has it."""
     values = {name: x for name, x in globals().items() if name.isupper() and name not in ("ROOT", "PANELS")}
-    text = json.dumps(values, default=lambda x: getattr(x, "__name__", str(x)))
+
+    def describe(x):  # a function by its name, an object without its address in memory
+        return getattr(getattr(x, "func", x), "__name__", re.sub(r" at 0x\w+", "", str(x)))
+
+    text = json.dumps(values, default=describe)
     return json.loads(text.replace(json.dumps(str(ROOT))[1:-1], "{ROOT}"))  # the repository may be moved
 
 
@@ -1744,7 +1763,7 @@ def read_constants(path):
     for line in Path(path).read_text(encoding="utf-8-sig").splitlines():
         key, _, text = line.partition("=")
         quoted = re.fullmatch(r"""(["'])(.*?)\1\s*(#.*)?""", text.strip())
-        text = quoted[2] if quoted else text.partition(" #")[0].strip()
+        text = quoted[2] if quoted else re.split(r"\s#\s", text)[0].strip()
         if line.strip() and not line.strip().startswith("#"):
             yield f"{key.strip()}={text}"
 
@@ -1775,11 +1794,13 @@ def apply_overrides(arguments):
 
 
 def check_numbers(counts):
-    """Refuses numbers below 0, or below 1 if `counts` has their names, NaN, and numbers beyond 2**63."""
+    """Refuses numbers below 0, or below 1 if `counts` has their names."""
     for name, value in constants().items():
         lowest = int(name in counts.split())
-        if type(value) in (int, float) and name != "REWARD_MODEL_WEIGHT" and not lowest <= value < 2**63:
-            raise UserError(f"{name} = {value!r} is not a number from {lowest} to 2**63")
+        if type(value) not in (int, float) or name == "REWARD_MODEL_WEIGHT":
+            continue
+        if not lowest <= value or (type(value) is int and value >= 2**63):  # NaN, and seeds beyond 64 bits
+            raise UserError(f"{name} = {value!r} is not a number from {lowest} on (or too large)")
 
 
 def check_constants():
@@ -1787,9 +1808,9 @@ def check_constants():
     check_numbers(
         "ROUNDS MINE_PROMPTS GROUP_SIZE BATCH_SIZE GRADIENT_ACCUMULATION_STEPS MICRO_BATCH_ROWS "
         "EVAL_SAMPLES MAX_NEW_TOKENS NUM_EPOCHS MAX_STEPS KEEP_LAST_N_CHECKPOINTS MAX_EVAL_PROMPTS "
-        "VERIFY_TOP"
+        "VERIFY_TOP DECODE_BLOCK LOGIT_CHUNK"
     )
-    temperatures = (TAU, TAU_END or TAU, TEMPERATURE, *SAMPLE_TEMPERATURES)
+    temperatures = (TAU, TAU if TAU_END is None else TAU_END, TEMPERATURE, *SAMPLE_TEMPERATURES)
     rules = {
         "STAGE is all, mine or train": STAGE in ("all", "mine", "train"),
         "DTYPE is float32 or bfloat16": DTYPE in ("float32", "bfloat16"),
@@ -1799,8 +1820,10 @@ def check_constants():
         f"REWARD_MODE is a function or one of {', '.join(reward_modes)}": callable(REWARD_MODE)
         or REWARD_MODE in reward_modes,
         "TAU, TAU_END, TEMPERATURE and SAMPLE_TEMPERATURES are above 0": min(temperatures) > 0,
+        "MAX_GRAD_NORM is above 0": MAX_GRAD_NORM > 0,
         "VALIDATION_FRACTION is at least 0 and below 1": 0 <= VALIDATION_FRACTION < 1,
         "PROMPT_TEMPLATE contains {input}": "{input}" in PROMPT_TEMPLATE,
+        "TRAIN_DATASETS has a data set": len(TRAIN_DATASETS) > 0,
         "ANSWER_FORM contains {answer} once": ANSWER_FORM.count("{answer}") == 1,
         "there is a reward function": REWARD_FUNCTIONS,
         "GROUP_SIZE is at least 1": GROUP_SIZE >= 1,

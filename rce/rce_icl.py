@@ -660,6 +660,7 @@ class ICLTrainer:
         saved["models"] = {name: model.state_dict() for name, model in self.models.items()}
         with atomic_folder(folder) as tmp:
             torch.save(saved, tmp / "training_state.pt")
+            shutil.copy(self.run.folder / "training_config.json", tmp)
         for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old.rename(f"{old}.tmp"))  # what a kill leaves of it is no checkpoint
         draw_grid(self.run.folder, "training_metrics_detailed.png", self.state.rules)
@@ -1187,10 +1188,9 @@ class Run:
     def compare(self, state, is_complete):
         """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights are
         those of the checkpoint. Refuses a complete run that would end as if it had trained what changed."""
-        path = Path(self.checkpoint or "").parent / "training_config.json"
-        if not self.checkpoint or not path.exists():
+        if not self.checkpoint:
             return
-        earlier = json.loads(path.read_text())
+        earlier = json.loads((self.checkpoint / "training_config.json").read_text())
         changes = [(k, x) for k, x in constants().items() if earlier["constants"].get(k, x) != x]
         changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR", "TEST_FILE")]
         print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
@@ -1342,7 +1342,11 @@ def first_line(error):
 def constants():
     """Returns every constant of this file by name, as JSON has it."""
     values = {name: x for name, x in globals().items() if name.isupper() and name not in ("ROOT", "PANELS")}
-    text = json.dumps(values, default=lambda x: getattr(x, "__name__", str(x)))
+
+    def describe(x):  # a function by its name, an object without its address in memory
+        return getattr(getattr(x, "func", x), "__name__", re.sub(r" at 0x\w+", "", str(x)))
+
+    text = json.dumps(values, default=describe)
     return json.loads(text.replace(json.dumps(str(ROOT))[1:-1], "{ROOT}"))  # the repository may be moved
 
 
@@ -1351,7 +1355,7 @@ def read_constants(path):
     for line in Path(path).read_text(encoding="utf-8-sig").splitlines():
         key, _, text = line.partition("=")
         quoted = re.fullmatch(r"""(["'])(.*?)\1\s*(#.*)?""", text.strip())
-        text = quoted[2] if quoted else text.partition(" #")[0].strip()
+        text = quoted[2] if quoted else re.split(r"\s#\s", text)[0].strip()
         if line.strip() and not line.strip().startswith("#"):
             yield f"{key.strip()}={text}"
 
@@ -1382,11 +1386,13 @@ def apply_overrides(arguments):
 
 
 def check_numbers(counts):
-    """Refuses numbers below 0, or below 1 if `counts` has their names, NaN, and numbers beyond 2**63."""
+    """Refuses numbers below 0, or below 1 if `counts` has their names."""
     for name, value in constants().items():
         lowest = int(name in counts.split())
-        if type(value) in (int, float) and name != "REWARD_MODEL_WEIGHT" and not lowest <= value < 2**63:
-            raise UserError(f"{name} = {value!r} is not a number from {lowest} to 2**63")
+        if type(value) not in (int, float) or name == "REWARD_MODEL_WEIGHT":
+            continue
+        if not lowest <= value or (type(value) is int and value >= 2**63):  # NaN, and seeds beyond 64 bits
+            raise UserError(f"{name} = {value!r} is not a number from {lowest} on (or too large)")
 
 
 def check_constants():

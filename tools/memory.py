@@ -32,7 +32,7 @@ def load_constants(arguments):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.apply_overrides(words)
-    return SimpleNamespace(**module.constants())
+    return SimpleNamespace(**{name: getattr(module, name) for name in module.constants()})
 
 
 def measure(name, width):
