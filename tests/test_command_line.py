@@ -1,5 +1,6 @@
 """Arguments, constants, messages and exit codes, as a user meets them."""
 
+import functools
 import math
 import subprocess
 import sys
@@ -38,6 +39,13 @@ def test_a_file_holds_arguments(grpo, tmp_path, monkeypatch):
     assert grpo.OUTPUT_DIR == "/home/someone/run"
 
 
+def test_constants_describe_functions_and_objects_alike_in_every_process(grpo):
+    grpo.REWARD_FUNCTIONS = [(functools.partial(load, path="x"), 1.0), (object(), 0.5)]
+    assert grpo.constants()["REWARD_FUNCTIONS"] == [["load", 1.0], ["<object object>", 0.5]]
+    assert math.isinf(load("grpo/grpo.py", MAX_GRAD_NORM=math.inf).constants()["MAX_GRAD_NORM"])
+    load("grpo/grpo.py", MAX_GRAD_NORM=math.inf).check_constants()
+
+
 LINES = {
     "OUTPUT_DIR=runs/x  # my run": ("OUTPUT_DIR", "runs/x"),
     "OUTPUT_DIR='runs/# 1'  # it's mine": ("OUTPUT_DIR", "runs/# 1"),
@@ -45,6 +53,9 @@ LINES = {
     "PROMPT_TEMPLATE={input} é": ("PROMPT_TEMPLATE", "{input} é"),
     "REWARD_FUNCTIONS=[('em', 0.5)]  # half": ("REWARD_FUNCTIONS", [("em", 0.5)]),
     "LEARNING_RATE = 1e-5 # small": ("LEARNING_RATE", 1e-5),
+    "PROMPT_TEMPLATE={input} End with #### and a number": (
+        *("PROMPT_TEMPLATE", "{input} End with #### and a number"),
+    ),
     r"PROMPT_TEMPLATE={input}\nAnswer:\n": ("PROMPT_TEMPLATE", "{input}\nAnswer:\n"),
     r"PROMPT_TEMPLATE={input} where $x \neq 0$, \nu, \not= \nabla f": (
         *("PROMPT_TEMPLATE", r"{input} where $x \neq 0$, \nu, \not= \nabla f"),
@@ -84,10 +95,13 @@ def test_a_wrong_argument_is_named(grpo, word, message):
         ("ppo/ppo.py", {"LAM": 1.5}),
         *((path, {"DTYPE": "float16"}) for path in TRAINERS),
         *((path, {"TEMPERATURE": 0.0}) for path in [*PATHS, "ppo/sft.py", "rce/dpo.py"]),
-        *((path, {"MAX_GRAD_NORM": 0.0}) for path in TRAINERS if path != "rce/rce.py"),
+        *((path, {"MAX_GRAD_NORM": 0.0}) for path in TRAINERS),
         *((path, {"LR_SCHEDULER_TYPE": "constant"}) for path in TRAINERS),
         *((path, {"PROMPT_TEMPLATE": "Question:"}) for path in TRAINERS),
         *((path, {"REWARD_FUNCTIONS": [], "REWARD_MODEL": None}) for path in PATHS[:2]),
+        *((path, {"TRAIN_DATASETS": []}) for path in TRAINERS),
+        *((path, {"CLIP_RANGE_HIGH": 0.0}) for path in PATHS[:2]),
+        ("rce/rce.py", {"TAU_END": 0.0}),
         ("rce/dpo.py", {"LOSS_TYPE": "kto"}),
         ("rce/dpo.py", {"BETA": 0.0}),
         *(("rce/dpo.py", {"LABEL_SMOOTHING": x}) for x in (0.5, -0.1)),

@@ -190,6 +190,14 @@ def test_parts_that_are_texts_are_one_text(read):
     assert rows[0]["ids"] == rows[1]["ids"]
 
 
+def test_a_tool_call_of_parquet_has_no_arguments_that_were_filled_in(read, tmp_path):
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {name: "x"}}} for name in "ab"]
+    chats = [[{"role": "assistant", "tool_calls": [call]}, USER] for call in calls]
+    pyarrow.parquet.write_table(pyarrow.table({"question": chats, "answer": ["1", "2"]}), tmp_path / "table")
+    rows = read((tmp_path / "table").read_bytes(), "parquet")
+    assert [row["prompt"] for row in rows] == chats
+
+
 def test_a_template_that_drops_a_message_is_refused(grpo, tokenizer):
     plain = transformers.AutoTokenizer.from_pretrained(TINY / "policy")
     plain.chat_template = (

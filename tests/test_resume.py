@@ -215,6 +215,16 @@ def test_a_complete_run_does_not_end_as_if_other_constants_were_trained(make, tm
         make(path, RESUME="yes", NUM_EPOCHS=9, **{name: f"{ROOT}/data/tiny/../tiny/policy"}).train()
 
 
+def test_what_a_start_changed_without_reaching_a_checkpoint_does_not_count(make, capsys):
+    make("grpo/grpo.py").train()
+    again = make("grpo/grpo.py", RESUME="yes", MAX_STEPS=9, WEIGHT_DECAY=0.5)
+    again.run.open(again.state, False)  # and is killed
+    again.run.lock.release(force=True)
+    capsys.readouterr()
+    make("grpo/grpo.py", RESUME="yes").train()
+    assert "Constants that changed: none" in capsys.readouterr().out
+
+
 def test_other_rows_in_the_same_file_are_said(make, tmp_path, capsys):
     lines = (ROOT / "data/tiny/train.jsonl").read_text().splitlines(keepends=True)
     spec = spec_of(tmp_path / "rows.jsonl", input="problem", output="solution")
