@@ -1207,6 +1207,8 @@ def train_main():
             raise  # a full disk
         print(f"\n{Path(__file__).name}: {first_line(error)}", file=sys.stderr)
         sys.exit(2)
+    if world_size > 1:
+        dist.destroy_process_group()  # else one of its threads may end the process with an error
     if trainer.run.signal:
         sys.exit(128 + trainer.run.signal)
 
