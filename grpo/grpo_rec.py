@@ -727,7 +727,7 @@ class RecTrainer:
             optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
             saved = {"state": vars(self.state), "optimizers": optimizers, "trained": self.trained_names()}
             torch.save(saved, tmp / "training_state.pt")
-            shutil.copy(self.run.folder / "training_config.json", tmp)
+            shutil.copy(self.run.folder / "training_config.json", tmp / "run.json")
         for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old.rename(f"{old}.tmp"))  # what a kill leaves of it is no checkpoint
         draw_grid(self.run.folder, "training_metrics_detailed.png", self.baselines)
@@ -1193,7 +1193,7 @@ class Run:
         those of the checkpoint. Refuses a complete run that would end as if it had trained what changed."""
         if not self.checkpoint:
             return
-        earlier = json.loads((self.checkpoint / "training_config.json").read_text())
+        earlier = json.loads((self.checkpoint / "run.json").read_text())
         changes = [(k, x) for k, x in constants().items() if earlier["constants"].get(k, x) != x]
         changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR", "TEST_FILE")]
         print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
