@@ -950,11 +950,22 @@ class Cache(transformers.DynamicCache):
         return layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
 
 
+def takes_ready_mask(model, cache):
+    """Whether all layers have full attention, whose mask is added to its scores and nothing else."""
+    config = model.config
+    is_full = all(type(layer) is DynamicLayer for layer in cache.layers)
+    return is_full and config._attn_implementation == "sdpa" and not getattr(config, "alibi", False)
+
+
 def forward(model, ids, mask, cache=None):
     """Returns the output of a model without its head, for ids (rows, T). mask covers the cache, too."""
     positions = (mask.cumsum(1)[:, -ids.shape[1] :] - 1).clamp(min=0)
-    if cache is not None and cache.place is not None:
-        mask = mask.bool()[:, None, None]  # (rows, 1, 1, tokens): transformers takes it as it is
+    if cache is not None and cache.get_seq_length() > 0 and takes_ready_mask(model, cache):
+        # (rows, 1, T, tokens), in DTYPE: of another mask attention makes, and keeps, a copy in each layer
+        is_seen = mask.bool()[:, None, None].expand(-1, 1, ids.shape[1], -1)
+        is_seen = is_seen.tril(mask.shape[1] - ids.shape[1])
+        mask = torch.zeros(is_seen.shape, dtype=getattr(torch, DTYPE), device=mask.device)
+        mask = mask.masked_fill(~is_seen, -math.inf)
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
     with autocast(model.device):
         return model.get_decoder()(**inputs, past_key_values=cache, use_cache=cache is not None)
@@ -1012,13 +1023,7 @@ class Decoder:
         self.padding = (mask == 0).sum(1, keepdim=True)  # places before each prompt
         self.length = self.capacity = mask.shape[1]
         self.place = torch.tensor([self.length], device=model.device)  # of the next token
-        has_full_attention = all(type(layer) is DynamicLayer for layer in self.cache.layers)
-        config = model.config
-        if (
-            has_full_attention
-            and config._attn_implementation == "sdpa"
-            and not getattr(config, "alibi", False)
-        ):
+        if takes_ready_mask(model, self.cache):
             self.cache.place = self.place  # else transformers appends to a copy
         self.uses_graph = CUDA_GRAPHS and model.device.type == "cuda" and self.cache.place is not None
         self.graph = None

@@ -93,10 +93,10 @@ def memory(c):
     cache = width * model.cache * tokens  # bytes per row and layer
     in_layer = scored * c.MAX_NEW_TOKENS * (8 * hidden + width * (hidden + 3 * model.intermediate))
     update = rows * tokens * (sequence + width * tokens)
-    if not c.GRADIENT_CHECKPOINTING:  # prompts are read once; each layer keeps a mask of its own
+    if not c.GRADIENT_CHECKPOINTING:  # prompts are read once; in them each layer keeps a mask of its own
         prompts = rows if hasattr(c, "HARD_REWARD") else math.ceil(rows / c.GROUP_SIZE)
-        masks = width * (prompts * prompt**2 + rows * c.MAX_NEW_TOKENS * tokens)
-        update = layers * ((prompts * prompt + rows * c.MAX_NEW_TOKENS) * kept + rows * tokens * keys + masks)
+        update = (prompts * prompt + rows * c.MAX_NEW_TOKENS) * kept + rows * tokens * keys
+        update = layers * (update + width * prompts * prompt**2) + width * rows * c.MAX_NEW_TOKENS * tokens
     return {
         "rollout": held + sampled * ((layers + 1) * cache + 32 * model.vocabulary),
         "scoring": held + scored * layers * cache + max(in_layer, chunk),
