@@ -4,7 +4,8 @@ Adds ("judge", judge, 0.2) to the rewards that the constants name. Asks an OpenA
 llama.cpp, a provider) about many responses at once. The judge needs memory of its own: another GPU, another
 machine, or a provider. A call that fails is tried three times; then the run ends, and can be resumed.
 
-Change: JUDGE_URL, JUDGE_MODEL, JUDGE_KEY in the environment; the question ASK; the weight at the end.
+Change: JUDGE_URL, JUDGE_MODEL, JUDGE_KEY in the environment; the question ASK; the tokens of a reply in
+OPTIONS, which also hold a judge's thoughts; the weight at the end. Tested with vLLM 0.32 on a CPU.
 
     vllm serve Qwen/Qwen2.5-7B-Instruct --served-model-name judge          # on a GPU, for example
     JUDGE_URL=http://127.0.0.1:8000/v1/chat/completions python examples/judge.py MAX_EVAL_PROMPTS=20
@@ -32,13 +33,14 @@ ASK = """Question: {}
 Response: {}
 Reference answer: {}
 Grade the response from 0 to 10. End with the grade, a number only."""
+TIMEOUT = 300  # seconds for a reply: a busy server lets calls wait
 WAITS = [0, 1, 4]  # seconds before each try
 
 
 def ask(text):
     body = {**OPTIONS, "messages": [{"role": "user", "content": text}]}
     request = urllib.request.Request(URL, json.dumps(body).encode(), HEADERS)
-    with urllib.request.urlopen(request, timeout=60) as reply:
+    with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
         return json.load(reply)["choices"][0]["message"]["content"] or ""
 
 

