@@ -122,7 +122,9 @@ ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is
 
 # Rollout
 BATCH_SIZE = 32  # prompts sampled at a time
-GRADIENT_ACCUMULATION_STEPS = 1  # a step has BATCH_SIZE times this many prompts; micro-batches: see below
+# A step samples BATCH_SIZE times this many prompts before its first update. It does not cut the update into
+# backward passes, as the name says in other programs: MICRO_BATCH_ROWS does
+GRADIENT_ACCUMULATION_STEPS = 1
 GROUP_SIZE = 8  # responses per prompt, each other's baseline
 MICRO_BATCH_ROWS = 32  # responses per forward and backward pass; scoring takes four times as many
 LOGIT_CHUNK = 256  # tokens whose logits are held at a time; the backward pass computes them again
@@ -143,13 +145,11 @@ WARMUP_STEPS = 0  # linear warm-up, with or without a scheduler
 
 # Algorithm
 LOSS_TYPE = "dapo"  # grpo | dapo | dr_grpo | gspo | cispo | sapo: see the table above
-GROUP_EPOCHS = 1  # passes over each step's responses
+GROUP_EPOCHS = 1  # passes over each step's responses; elsewhere num_iterations
 MINI_BATCHES = 1  # optimizer steps per pass
 SCALE_REWARDS = "group"  # group | batch | none: whose standard deviation advantages are divided by
 LEAVE_ONE_OUT = False  # the baseline is the mean of the other responses (RLOO, 2402.14740)
-RESAMPLE_FLAT_GROUPS = (
-    0  # dynamic sampling (2503.14476): next batches that may replace groups of equal scores
-)
+RESAMPLE_ZERO_VARIANCE_GROUPS = 0  # next batches that may replace such groups (dynamic sampling, 2503.14476)
 CLIP_RANGE = 0.2  # gspo wants about 3e-4 (in bfloat16 with one optimizer step per rollout: rounding)
 CLIP_RANGE_HIGH: float | None = None  # None: CLIP_RANGE. DAPO takes 0.28, gspo about 4e-4, cispo about 4
 ENTROPY_COEF = 0.0
@@ -200,7 +200,7 @@ def group_advantages(scores):
     return (advantages / (std + 1e-4)).flatten()
 
 
-def is_flat(scores):
+def has_zero_variance(scores):
     """Returns which responses belong to a group of equal scores, (rows,)."""
     groups = scores.view(-1, GROUP_SIZE)
     return (groups == groups[:, :1]).all(1).repeat_interleave(GROUP_SIZE)
@@ -354,7 +354,7 @@ class GRPOTrainer:
             self.seconds = Counter()
             self.seed_step()
             batch = self.rollout(self.next_prompts())  # samples and scores
-            self.replace_flat_groups(batch)
+            self.replace_zero_variance_groups(batch)
             self.compute_advantages(batch)
             metrics = self.update(batch)
             self.sync_reference()
@@ -401,11 +401,11 @@ class GRPOTrainer:
         self.seconds.update(rollout=sampled - started, score=time.perf_counter() - sampled)  # adds
         return join(all_gather(batch))
 
-    def replace_flat_groups(self, batch):
+    def replace_zero_variance_groups(self, batch):
         """Replaces groups of equal scores by new ones, of the data's next prompts (dynamic sampling)."""
-        self.flat_fraction = is_flat(batch.scores).float().mean().item()
-        for _ in range(RESAMPLE_FLAT_GROUPS):
-            flat = is_flat(batch.scores).nonzero().squeeze(1).tolist()
+        self.flat_fraction = has_zero_variance(batch.scores).float().mean().item()
+        for _ in range(RESAMPLE_ZERO_VARIANCE_GROUPS):
+            flat = has_zero_variance(batch.scores).nonzero().squeeze(1).tolist()
             if flat:
                 new = self.rollout(self.next_prompts()[: len(flat) // GROUP_SIZE])
                 of_parts = batch.reward_parts, new.reward_parts
@@ -432,7 +432,8 @@ class GRPOTrainer:
                 sampled = generate(self.actor, column(rows[part], "ids"), numbers, self.end_ids)
             batch.ids[part], batch.logprobs[part], batch.entropies[part] = sampled
         is_end = torch.isin(batch.ids, torch.tensor(self.end_ids)).long()
-        batch.mask = (is_end.cumsum(1) - is_end == 0).float()  # up to the first end, which is included
+        ends_before = is_end.cumsum(1) - is_end
+        batch.mask = (ends_before == 0).float()  # up to the first end, which is included
         if not batch.logprobs.isfinite().all():
             raise UserError(
                 "the policy's probabilities are not finite: lower LEARNING_RATE, RESUME an earlier step"

@@ -11,14 +11,15 @@ A response is an episode, a token is an action (arXiv 1909.08593, 1707.06347):
             + VALUE_LOSS_COEF mean_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old +- VALUE_CLIP_RANGE) - R_t)^2)
             - ENTROPY_COEF mean_t H(pi_t)
 
-t runs over the tokens that the policy wrote: what a tool wrote between them is skipped. Means run over all
-of them in an optimizer step, however it is cut into micro-batches. Actor and critic are two networks.
+t runs over the tokens that the policy wrote: what a tool answers between them, if there are tools, is
+skipped. Means run over all of them in an optimizer step, however it is cut into micro-batches. Actor and
+critic are two networks.
 
 Shapes: rows = responses, those to one prompt being neighbours; P, R = tokens of the longest prompt, response.
 
     python ppo/ppo.py                          # edit the constants below, or give KEY=VALUE or @FILE
     python ppo/ppo.py ACTOR_MODEL=Qwen/Qwen2.5-0.5B-Instruct REWARD_MODEL=None LEARNING_RATE=1e-6
-    torchrun --nproc_per_node=4 ppo/ppo.py     # the same samples, the same update up to rounding
+    torchrun --nproc_per_node=4 ppo/ppo.py     # samples as one process does, updates alike up to rounding
 
 Writes logs/, checkpoints step_N/, best/policy/ and two pictures into OUTPUT_DIR. A run that was stopped or
 killed continues from its last checkpoint, and ends with the same bytes.
@@ -113,7 +114,9 @@ ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is
 
 # Rollout
 BATCH_SIZE = 16  # prompts sampled at a time
-GRADIENT_ACCUMULATION_STEPS = 2  # a step has BATCH_SIZE times this many prompts; micro-batches: see below
+# A step samples BATCH_SIZE times this many prompts before its first update. It does not cut the update into
+# backward passes, as the name says in other programs: MICRO_BATCH_ROWS does
+GRADIENT_ACCUMULATION_STEPS = 2
 GROUP_SIZE = 4  # responses per prompt
 MICRO_BATCH_ROWS = 32  # responses per forward and backward pass; scoring takes four times as many
 LOGIT_CHUNK = 256  # tokens whose logits are held at a time; the backward pass computes them again
@@ -134,7 +137,7 @@ LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0) | plateau (halves after 2
 WARMUP_STEPS = 0  # linear warm-up, with or without a scheduler
 
 # Algorithm
-GROUP_EPOCHS = 2  # PPO epochs: passes over each step's responses
+GROUP_EPOCHS = 2  # passes over each step's responses; elsewhere ppo_epochs or num_iterations
 MINI_BATCHES = 1  # optimizer steps per pass
 CLIP_RANGE = 0.2
 CLIP_RANGE_HIGH: float | None = None  # None: CLIP_RANGE; DAPO takes 0.28 (2503.14476)
@@ -192,9 +195,11 @@ def whiten(x, mask):
 def per_token_rewards(batch, kl_coef):
     """Returns the reward of each token, (rows, R): minus the KL penalty at every token, plus the score
     (rows,) at the last one that the policy wrote."""
-    log_ratio = (batch.logprobs - batch.ref_logprobs).clamp(-20, 20)  # top-p may exclude a token of one
+    # With top-p the reference may have excluded a token (-1e30) that the policy sampled
+    log_ratio = (batch.logprobs - batch.ref_logprobs).clamp(-20, 20)
     token_rewards = -kl_coef * log_ratio * batch.mask
-    last_token = (batch.mask * torch.arange(1, batch.mask.shape[1] + 1)).argmax(1)
+    places = torch.arange(1, batch.mask.shape[1] + 1)
+    last_token = (batch.mask * places).argmax(1)  # the last place with mask 1
     token_rewards[torch.arange(len(last_token)), last_token] += batch.scores
     return token_rewards
 
@@ -412,7 +417,8 @@ class PPOTrainer:
                 sampled = generate(self.actor, column(rows[part], "ids"), numbers, self.end_ids)
             batch.ids[part], batch.logprobs[part], batch.entropies[part] = sampled
         is_end = torch.isin(batch.ids, torch.tensor(self.end_ids)).long()
-        batch.mask = (is_end.cumsum(1) - is_end == 0).float()  # up to the first end, which is included
+        ends_before = is_end.cumsum(1) - is_end
+        batch.mask = (ends_before == 0).float()  # up to the first end, which is included
         if not batch.logprobs.isfinite().all():
             raise UserError(
                 "the policy's probabilities are not finite: lower LEARNING_RATE, RESUME an earlier step"
@@ -512,9 +518,7 @@ class PPOTrainer:
         metrics["entropy"] = (batch.entropies.sum() / batch.mask.sum()).item()  # of the policy that sampled
         # kl: of that policy to the reference. approx_kl: of that policy to the updated one
         if KL_COEF > 0:
-            log_ratio = (batch.logprobs - batch.ref_logprobs).clamp(
-                -20, 20
-            )  # top-p may exclude a token of one
+            log_ratio = (batch.logprobs - batch.ref_logprobs).clamp(-20, 20)
             metrics["kl"] = masked_mean(log_ratio, batch.mask).item()
         return metrics
 

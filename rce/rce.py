@@ -6,17 +6,25 @@ Reward-weighted cross-entropy (reward-weighted regression, Peters and Schaal 200
     w_i = exp(r_i / TAU) / sum_j exp(r_j / TAU)               no gradient; they sum to 1 for each prompt
     L   = mean over prompts of sum_i w_i * -log pi(y_i | x)   LENGTH_NORMALISE: log pi / tokens of y_i
 
-As TAU goes to 0, this becomes best-of-n distillation. Each of the ROUNDS does this, with further prompts:
+As TAU goes to 0, this becomes best-of-n distillation. Unlike GRPO it needs no old policy and no ratios, it
+may learn from candidates of any source, and it only pulls towards responses (all w >= 0). Take it to see and
+check the training data before you train, if scoring is slow, or if you have scored responses already.
+
+A cheap signal may choose the candidates that the reward functions then verify: the policy's log-probability
+of the candidate, or, if the data have gold answers,
+
+    gt_prob(y) = the probability that the policy, after the reasoning of y (what stands before its answer, up
+                 to and with the mark of ANSWER_FORM), writes a gold answer and ends; summed over gold answers
+
+Each of the ROUNDS does this, with further prompts:
 
     mine      propose the greedy response, beams, samples at several temperatures and, if wanted, the data's
-              own solution; merge equal ones; score all of them by a cheap signal (gt_prob or logprob); verify
-              the best and some others by the reward functions. If all of these are right or all are wrong,
-              verify the rest of the prompt's, too
+              own solution; merge equal ones; score all of them by the cheap signal; verify VERIFY_TOP and
+              VERIFY_RANDOM of each prompt by the reward functions (None: all). If these are all right or all
+              wrong, verify the prompt's others, too
     check up  log what the candidates are worth; tools/check_up.py says more
-    train     on the prompts whose candidates' rewards differ. Some prompts are held back: best/ follows
-              pick_accuracy, how often the policy's likeliest candidate is right on them
-
-    gt_prob(y) = sum over distinct gold answers a of pi(a and what ends it | x, y through ANSWER_FORM's mark)
+    train     on the prompts whose candidates' rewards differ. Other prompts are for validation: best/ follows
+              pick_accuracy, how often the policy's likeliest candidate of a prompt is right on them
 
 Shapes: rows = candidates, those of one prompt being neighbours; P = tokens of the longest prompt; R = tokens
 of the longest response.
@@ -24,7 +32,7 @@ of the longest response.
     python rce/rce.py                         # edit the constants below, or give KEY=VALUE or @FILE
     python rce/rce.py STAGE=mine, then python tools/check_up.py checkpoints/rce, then rce.py STAGE=train
     python grpo/grpo.py ACTOR_MODEL=checkpoints/rce/best/policy    # go on with GRPO
-    torchrun --nproc_per_node=4 rce/rce.py    # the same candidates, the same update up to rounding
+    torchrun --nproc_per_node=4 rce/rce.py    # candidates as one process, updates alike up to rounding
 
 Writes candidates_round_N.parquet, logs/, checkpoints step_N/, best/policy/ and two pictures into OUTPUT_DIR.
 A run that was stopped or killed continues from its last checkpoint and its last mined prompts, and ends with
@@ -34,7 +42,7 @@ To change    see                                      To change      see
 the weights  rce_weights, tau_at, reward_modes        the data       TRAIN_DATASETS, load_rows
 the loss     rce_loss, update                         a metric       update, record, evaluate, check_up
 the reward   REWARD_FUNCTIONS, compute_rewards        a plot         PANELS, draw_grid
-the mining   propose, choose_verified, beam_search    validation     is_held_back, validate
+the mining   propose, choose_verified, beam_search    validation     is_for_validation, validate
 the end      is_over
 """
 
@@ -144,7 +152,9 @@ EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
 
 # Optimisation
 BATCH_SIZE = 32  # prompts mined at a time
-GRADIENT_ACCUMULATION_STEPS = 1  # a step has BATCH_SIZE times this many prompts; micro-batches: see below
+# An optimizer step has the candidates of BATCH_SIZE times this many prompts. It does not cut the update into
+# backward passes, as the name says in other programs: MICRO_BATCH_ROWS does
+GRADIENT_ACCUMULATION_STEPS = 1
 MICRO_BATCH_ROWS = 32  # responses per forward and backward pass; scoring takes four times as many
 LOGIT_CHUNK = 256  # tokens whose logits are held at a time; the backward pass computes them again
 DECODE_BLOCK = 32  # tokens by which keys and values grow in sampling; each block needs a new CUDA graph
@@ -208,7 +218,7 @@ def rce_loss(logprobs, mask, weights):
 
 
 def gold_probability(logprobs, start):
-    """Returns pi(a and what ends it | x, working). logprobs (R,) of a working of `start` tokens, then a."""
+    """Returns pi(a and what ends it | x, reasoning). logprobs (R,) of `start` tokens of reasoning, then a."""
     return logprobs[start:].double().sum().exp().item()
 
 
@@ -376,8 +386,8 @@ class RCETrainer:
             return False
         groups = read_candidates(path, self.train_rows)
         first_round = read_candidates(candidates_path(self.run.folder, 1), self.train_rows)
-        self.validation_groups = [group for group in first_round if is_held_back(group[0]["row"])]
-        groups_to_train = [group for group in groups if not is_held_back(group[0]["row"])]
+        self.validation_groups = [group for group in first_round if is_for_validation(group[0]["row"])]
+        groups_to_train = [group for group in groups if not is_for_validation(group[0]["row"])]
         # Equal rewards do not say which candidate is better
         self.train_groups = [
             group for group in groups_to_train if np.ptp(shaped_rewards(group).numpy()) > 1e-6
@@ -445,11 +455,11 @@ class RCETrainer:
         it. Each BATCH_SIZE prompts have a file of their own until all are mined: a killed run continues."""
         if STAGE == "train" or path == Path(CANDIDATES or "") or self.state.step > self.state.round_start:
             raise UserError(f"there is no file {path}: run STAGE=mine first, or correct CANDIDATES")
-        # The next MINE_PROMPTS of a random order. Prompts held back are of use in the first round only
+        # The next MINE_PROMPTS of a random order. Validation prompts are of use in the first round only
         order = torch.randperm(len(self.train_rows), generator=torch.Generator().manual_seed(SEED))
         count = min(MINE_PROMPTS or len(order), len(order))
         rows = [self.train_rows[i] for i in order.roll(-count * (self.state.round - 1))[:count]]
-        rows = [row for row in rows if self.state.round == 1 or not is_held_back(row)]
+        rows = [row for row in rows if self.state.round == 1 or not is_for_validation(row)]
         files = []
         # Parts of another program, other data or other constants do not count
         settings = {
@@ -530,11 +540,22 @@ class RCETrainer:
 
         groups = [{} for _ in rows]  # {token ids: candidate} of each prompt
         for i, ids, source, temperature in proposals:
-            new = dict(row=rows[i], prompt_id=rows[i]["id"], prompt=prompt_text(rows[i]), token_ids=ids)
-            new["truncated"] = ids[-1] not in self.end_ids
-            new["text"] = self.tokenizer.decode(ids if new["truncated"] else ids[:-1])
-            new |= dict(source=[], temperature=[], eval_mode="cheap", eval_failed=False, eval_error=None)
-            new |= dict(hard=None, soft=None)
+            is_cut = ids[-1] not in self.end_ids
+            new = {
+                "row": rows[i],
+                "prompt_id": rows[i]["id"],
+                "prompt": prompt_text(rows[i]),
+                "token_ids": ids,
+                "truncated": is_cut,
+                "text": self.tokenizer.decode(ids if is_cut else ids[:-1]),
+                "source": [],  # all that proposed it: greedy, beam, sample, reference
+                "temperature": [],  # of each source
+                "eval_mode": "cheap",  # then verified or failed
+                "eval_failed": False,
+                "eval_error": None,
+                "hard": None,  # rewards, once it is verified
+                "soft": None,
+            }
             candidate = groups[i].setdefault(tuple(ids), new)
             candidate["source"].append(source)
             candidate["temperature"].append(temperature)
@@ -542,16 +563,16 @@ class RCETrainer:
 
     def score_gold(self, candidates):
         """Sets gt_prob of each candidate, None if its row has no answer."""
-        texts = {}  # the distinct workings, each with a gold answer, as make_batch() takes them
+        texts = {}  # the distinct reasonings, each with a gold answer, as make_batch() takes them
         for candidate in candidates:
             row = candidate["row"]
             candidate["gt_prob"] = None if row["answer"] is None else 0.0
-            working, golds = gold_after_working(
+            reasoning, golds = gold_after_reasoning(
                 self.tokenizer, row["answer"] or [], candidate["text"], self.end_ids[0]
             )
             for gold in golds:
-                text = {"row": row, "token_ids": working + gold, "start": len(working), "candidates": []}
-                text = texts.setdefault((row["id"], *working, *gold), text)
+                text = {"row": row, "token_ids": reasoning + gold, "start": len(reasoning), "candidates": []}
+                text = texts.setdefault((row["id"], *reasoning, *gold), text)
                 text["candidates"].append(candidate)
         logprobs = all_logprobs(self.actor, make_batch(list(texts.values())))
         for text, text_logprobs in zip(texts.values(), logprobs):
@@ -606,7 +627,8 @@ class RCETrainer:
                 sampled = generate(self.actor, prompts, numbers, self.end_ids, temperatures[part])
             batch.ids[part], batch.logprobs[part] = sampled
         is_end = torch.isin(batch.ids, torch.tensor(self.end_ids)).long()
-        batch.mask = (is_end.cumsum(1) - is_end == 0).float()  # up to the first end, which is included
+        ends_before = is_end.cumsum(1) - is_end
+        batch.mask = (ends_before == 0).float()  # up to the first end, which is included
         if not batch.logprobs.isfinite().all():
             raise UserError(
                 "the policy's probabilities are not finite: lower LEARNING_RATE, RESUME an earlier step"
@@ -642,8 +664,8 @@ class RCETrainer:
 
     @torch.no_grad()
     def validate(self):
-        """Returns how often the policy's pick, its likeliest verified candidate, is right on the prompts that
-        are held back. It calls no reward function."""
+        """Returns how often the policy's pick, its likeliest verified candidate, is right on the validation
+        prompts. It calls no reward function."""
         if not self.validation_groups:
             return {}
         groups = share(self.validation_groups)
@@ -730,7 +752,7 @@ class RCETrainer:
 
     # differs: best/ and patience follow pick_accuracy
     def log_evaluation(self, metrics):
-        """Logs what evaluate() returned. The policy with the highest pick_accuracy, or without held-back
+        """Logs what evaluate() returned. The policy with the highest pick_accuracy, or without validation
         prompts the highest reward, is kept in best/."""
         state = self.state
         state.evaluation = metrics
@@ -1217,12 +1239,13 @@ def beam_search(model, prompts, end_ids):
         decoder.select(parents)
         ids = torch.cat([ids[parents], (best % logprobs.shape[1]).view(-1, 1)], 1)
     is_end = torch.isin(ids, ends).long()
-    lengths = (is_end.cumsum(1) == is_end).sum(1).tolist()  # through the first end
+    ends_before = is_end.cumsum(1) - is_end
+    lengths = (ends_before == 0).sum(1).tolist()  # through the first end
     return [response[:length] for response, length in zip(ids.tolist(), lengths)]
 
 
-def gold_after_working(tokenizer, answer, response, end_id):
-    """Returns the working of a response as ids, and the distinct gold answers after it, lists of ids. With
+def gold_after_reasoning(tokenizer, answer, response, end_id):
+    """Returns the reasoning of a response as ids, and the distinct gold answers after it, lists of ids. With
     ANSWER_FORM = "#### {answer}" these are, say, "2 + 3 = 6\\n####" and " 5<eos>". What ends a gold answer is
     the rest of ANSWER_FORM, else EOS: so none is the beginning of another, and probabilities add up."""
     mark, rest = ANSWER_FORM.split("{answer}")
@@ -1234,7 +1257,7 @@ def gold_after_working(tokenizer, answer, response, end_id):
     texts = [text + mark, *(text + ANSWER_FORM.replace("{answer}", gold) for gold in golds)]
     all_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     # A token may hold the end of the mark and the beginning of an answer, as "{-" of "\boxed{-5}" does. The
-    # working ends before it for all gold answers
+    # reasoning ends before it for all gold answers
     border = min(len(os.path.commonprefix([all_ids[0], ids])) for ids in all_ids)
     end = [] if rest else [end_id]
     return all_ids[0][:border], [ids[border:] + end for ids in all_ids[1:]]
@@ -1257,7 +1280,7 @@ def prompt_text(row):
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in row["prompt"])
 
 
-def is_held_back(row):
+def is_for_validation(row):
     """Returns whether a prompt is for validation. Its text decides, so equal prompts fall on one side."""
     return zlib.crc32(f"{SEED} {prompt_text(row)}".encode()) < VALIDATION_FRACTION * 2**32
 

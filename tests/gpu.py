@@ -137,7 +137,7 @@ def waits(out):
         count, kernels = profile(lambda: batches.append(trainer.rollout(trainer.next_prompts())))
         report(f"{name} rollout of {module.MAX_NEW_TOKENS} tokens", f"{count} waits, {kernels} kernels")
         if name == "grpo":
-            trainer.replace_flat_groups(batches[0])
+            trainer.replace_zero_variance_groups(batches[0])
         trainer.compute_advantages(batches[0])
         count, kernels = profile(lambda: trainer.update(batches[0]))
         steps = module.GROUP_EPOCHS * module.MINI_BATCHES

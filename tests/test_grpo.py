@@ -44,7 +44,7 @@ def test_equal_scores_have_exactly_no_advantage(grpo, score, scale, leave_one_ou
     grpo.GROUP_SIZE, grpo.SCALE_REWARDS, grpo.LEAVE_ONE_OUT = 7, scale, leave_one_out
     scores = T([score] * 7 + [1.0] * 6 + [0.0])
     assert grpo.group_advantages(scores)[:7].tolist() == [0] * 7
-    assert grpo.is_flat(scores).tolist() == [True] * 7 + [False] * 7
+    assert grpo.has_zero_variance(scores).tolist() == [True] * 7 + [False] * 7
 
 
 def test_overlong_responses_lose_up_to_the_penalty(grpo):
@@ -143,7 +143,7 @@ def one_step(trainer):
     trainer.state.step = 1
     trainer.seed_step()
     batch = trainer.rollout(trainer.next_prompts())
-    trainer.replace_flat_groups(batch)
+    trainer.replace_zero_variance_groups(batch)
     trainer.compute_advantages(batch)
     return batch, trainer.update(batch)
 
@@ -192,13 +192,13 @@ def test_rows_without_advantage_are_left_out_without_a_change_of_the_gradient(ma
 
 
 def test_dynamic_sampling_replaces_whole_flat_groups(make):
-    trainer = make("grpo/grpo.py", RESAMPLE_FLAT_GROUPS=1)
+    trainer = make("grpo/grpo.py", RESAMPLE_ZERO_VARIANCE_GROUPS=1)
     trainer.state.step = 1
     batch = trainer.rollout(trainer.next_prompts()[:3])
     before = {name: x.clone() for name, x in vars(batch).items() if torch.is_tensor(x)}
     batch.scores[:4], batch.scores[4:8], batch.scores[8:] = T([0.0, 1, 0, 0]), 1.0, T([1.0, 0, 0, 0])
     rows = list(batch.rows)
-    trainer.replace_flat_groups(batch)
+    trainer.replace_zero_variance_groups(batch)
     assert trainer.flat_fraction == pytest.approx(1 / 3)
     assert batch.rows[:4] == rows[:4] and batch.rows[8:] == rows[8:]
     assert len({row["id"] for row in batch.rows[4:8]}) == 1 and batch.rows[4] is not rows[4]
@@ -252,7 +252,7 @@ def test_the_guard_ends_a_run_whose_update_does_not_see_what_was_sampled(make):
     one_step(trainer)
     trainer.state.step = 2  # it looks at every step, not at the first alone
     batch = trainer.rollout(trainer.next_prompts())
-    trainer.replace_flat_groups(batch)
+    trainer.replace_zero_variance_groups(batch)
     trainer.compute_advantages(batch)
     batch.logprobs -= 1e-3 * batch.mask
     with pytest.raises(ValueError, match="update and rollout differ"):

@@ -13,7 +13,12 @@ from program import run_program
 
 OPTIONS = {
     "ppo/ppo.py": {"BATCH_SIZE": 5, "MINI_BATCHES": 2, "MICRO_BATCH_ROWS": 3},  # shares of 2 and 3 prompts
-    "grpo/grpo.py": {"BATCH_SIZE": 5, "KL_COEF": 0.1, "RESAMPLE_FLAT_GROUPS": 1, "MICRO_BATCH_ROWS": 3},
+    "grpo/grpo.py": {
+        "BATCH_SIZE": 5,
+        "KL_COEF": 0.1,
+        "RESAMPLE_ZERO_VARIANCE_GROUPS": 1,
+        "MICRO_BATCH_ROWS": 3,
+    },
     "rce/rce.py": {"BATCH_SIZE": 5, "MICRO_BATCH_ROWS": 3},
     "ppo/sft.py": {"BATCH_SIZE": 3, "GRADIENT_ACCUMULATION_STEPS": 3, "ACCURACY_FUNCTION": "exact_answer"},
     "ppo/reward_model.py": {"BATCH_SIZE": 3, "GRADIENT_ACCUMULATION_STEPS": 3},

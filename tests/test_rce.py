@@ -199,9 +199,9 @@ def test_prompts_that_are_held_back_are_never_trained_on(make):
     held = {group[0]["prompt"] for group in trainer.validation_groups}
     trained = {group[0]["prompt"] for group in trainer.train_groups}
     assert held and trained and not held & trained
-    assert all(not module.is_held_back({"prompt": prompt}) for prompt in trained)
+    assert all(not module.is_for_validation({"prompt": prompt}) for prompt in trained)
     rows = trainer.train_rows
-    share = sum(map(module.is_held_back, rows)) / len(rows)
+    share = sum(map(module.is_for_validation, rows)) / len(rows)
     assert share == pytest.approx(0.5, abs=0.05)
     first = {c["prompt_id"] for c in candidates_of(trainer, 1)}
     second = {c["prompt_id"] for c in candidates_of(trainer, 2)}

@@ -21,7 +21,7 @@ RUNS = {
     },
     "grpo/grpo.py": {
         "a moving reference, resampling, plateau": {
-            **{"KL_COEF": 0.1, "REFERENCE_SYNC_STEPS": 2, "RESAMPLE_FLAT_GROUPS": 1, "MAX_STEPS": 6},
+            **{"KL_COEF": 0.1, "REFERENCE_SYNC_STEPS": 2, "RESAMPLE_ZERO_VARIANCE_GROUPS": 1, "MAX_STEPS": 6},
             **{"USE_LR_SCHEDULER": True, "LR_SCHEDULER_TYPE": "plateau"},
         },
         "lora": {"LORA_RANK": 4, "KL_COEF": 0.1, "MAX_STEPS": 4},
