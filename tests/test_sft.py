@@ -188,12 +188,12 @@ def test_a_prompt_that_the_tokenizer_joins_with_its_answer_is_refused(make_rows,
 
 def test_rows_that_cannot_be_trained_are_left_out_and_counted(make_rows, capsys):
     long = {"messages": [user("Hi"), bot("x" * 100)]}
-    empty = [{"messages": [user("Hi"), bot(x)]} for x in ("", None, " \n")] + [{"messages": [bot("Yes")]}]
+    empty = [{"messages": [user("Hi"), bot(x)]} for x in ("", " \n")] + [{"messages": [bot("Yes")]}]
     cut = {"messages": [user("Hi"), bot("Yes"), user("x" * 100)]}
     assert len(make_rows(long, GOOD, *empty, cut, MAX_TOKENS=60)) == 2
     shown = capsys.readouterr().out
-    assert "left out 1 of 7 rows, longer than MAX_TOKENS; the first is 1/rows.jsonl:1" in shown
-    assert "left out 4 of 7 rows, without an answer; the first is 1/rows.jsonl:3" in shown
+    assert "left out 1 of 6 rows, longer than MAX_TOKENS; the first is 1/rows.jsonl:1" in shown
+    assert "left out 3 of 6 rows, without an answer; the first is 1/rows.jsonl:3" in shown
     length = len(f"user\nHi\nassistant\n{'x' * 100}") + 4  # four special tokens
     assert len(make_rows(long, MAX_TOKENS=length)) == 1
     with pytest.raises(ValueError, match="no row of .* can be trained"):
