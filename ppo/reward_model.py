@@ -794,9 +794,10 @@ def check_shown(tokenizer, messages, tools, text):
     """Refuses a chat template whose text shows nothing of a chat's tools, calls, thoughts or prompts."""
     if tools and render(tokenizer, messages) == text:
         raise ValueError("the chat template shows no tools: take one that does")
-    bare = [{key: x for key, x in message.items() if key != "tool_calls"} for message in messages]
-    if bare != messages and render(tokenizer, bare, tools) == text:
-        raise ValueError("the chat template shows no tool calls: take one that does")
+    for hidden in ("tool_calls", "reasoning_content", "thinking"):
+        bare = [{key: x for key, x in message.items() if key != hidden} for message in messages]
+        if bare != messages and render(tokenizer, bare, tools) == text:
+            raise ValueError(f"the chat template shows no {hidden}: take one that does")
     for message in messages:
         for key in ("content", "reasoning_content", "thinking"):
             is_needed = key != "content" or message["role"] in ("system", "user")

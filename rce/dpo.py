@@ -913,9 +913,10 @@ def check_shown(tokenizer, messages, tools, text):
     """Refuses a chat template whose text shows nothing of a chat's tools, calls, thoughts or prompts."""
     if tools and render(tokenizer, messages) == text:
         raise ValueError("the chat template shows no tools: take one that does")
-    bare = [{key: x for key, x in message.items() if key != "tool_calls"} for message in messages]
-    if bare != messages and render(tokenizer, bare, tools) == text:
-        raise ValueError("the chat template shows no tool calls: take one that does")
+    for hidden in ("tool_calls", "reasoning_content", "thinking"):
+        bare = [{key: x for key, x in message.items() if key != hidden} for message in messages]
+        if bare != messages and render(tokenizer, bare, tools) == text:
+            raise ValueError(f"the chat template shows no {hidden}: take one that does")
     for message in messages:
         for key in ("content", "reasoning_content", "thinking"):
             is_needed = key != "content" or message["role"] in ("system", "user")
@@ -935,9 +936,9 @@ def find_turn(tokenizer, messages, number, text, tools):
 
 
 def find_turns(tokenizer, messages, numbers, text, tools):
-    """Returns what find_turn() does for several turns, in one pass: it would write the chat up to each of
-    them, which took 100 passes for 100 answers. It is asked once for each role that is answered. The other
-    turns stand between marks, which a second writing of the chat has at the words of the other roles."""
+    """Returns what find_turn() does for several turns, but in one pass: it writes the chat anew for each of
+    them, which took 100 passes for 100 answers. In a second writing of the chat marks enclose the words of
+    the other roles. The turns stand between; find_turn() says once for each role how one begins."""
     mark, marked, places = "\ue000", list(messages), {}
     for number, message in enumerate(messages):
         words = message["content"].strip()
@@ -950,15 +951,16 @@ def find_turns(tokenizer, messages, numbers, text, tools):
         places = {}  # the marks changed what the template writes
     openings, turns = {}, []  # what stands between the words of a role and the answer
     for number in numbers:
-        role, place = messages[number - 1]["role"], places.get(number - 1)
-        if place and role in openings and text.startswith(openings[role], ends[place]):
-            turn = ends[place] + len(openings[role]), ends[place + 1]
+        question, place = messages[number - 1], places.get(number - 1)
+        key = question["role"], question["content"][len(question["content"].rstrip()) :]
+        if place and key in openings and text.startswith(openings[key], ends[place]):
+            turn = ends[place] + len(openings[key]), ends[place + 1]
             if messages[number]["content"].strip() in text[slice(*turn)]:
                 turns.append(turn)
                 continue
         turns.append(find_turn(tokenizer, messages, number, text, tools))
         if place:
-            openings[role] = text[ends[place] : turns[-1][0]]
+            openings[key] = text[ends[place] : turns[-1][0]]
     return turns
 
 

@@ -72,12 +72,14 @@ def test_a_step_is_that_of_transformers_own_loss(make, size):
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
 CALLS, RESULT = {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "3"}
+JSON_CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
 SHOWN = '<call>{"name": "add", "arguments": {"a": 1, "b": 2}}</call>'
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 HI, ASK = f"{START}user\nHi{END}\n", f"{START}assistant\n"
 GOOD = {"messages": [user("Hi"), bot("Yes?")]}
 TWO_TURNS = {"messages": [*GOOD["messages"], user("Bye"), bot("So long")]}
 FIRST = f"{HI}{ASK}[Yes?{END}]"
+TEXT, IMAGE = {"type": "text", "text": "Hi"}, {"type": "image", "image": "cat.png"}
 CHATS = {
     "every turn": (TWO_TURNS["messages"], f"{FIRST}\n{START}user\nBye{END}\n{ASK}[So long{END}]"),
     "calls of tools, not their results": (
@@ -87,6 +89,11 @@ CHATS = {
     "a call beside words": ([user("Hi"), bot("Wait", tool_calls=[CALL])], f"{HI}{ASK}[Wait{SHOWN}{END}]"),
     "not the first message": ([bot("Welcome"), *GOOD["messages"]], f"{ASK}Welcome{END}\n{FIRST}"),
     "no empty turn, nothing after": ([*GOOD["messages"], user("Bye"), bot(" "), user("Hi")], FIRST),
+    "arguments that are given as JSON": (
+        [user("Hi"), bot(None, tool_calls=[JSON_CALL])],
+        f"{HI}{ASK}[{SHOWN}{END}]",
+    ),
+    "parts that are texts": ([user([TEXT]), bot([TEXT, TEXT])], f"{HI}{ASK}[HiHi{END}]"),
     "up to the first end of an answer": ([user("Hi"), bot(f"Yes{END}No")], f"{HI}{ASK}[Yes{END}]"),
 }
 
@@ -95,6 +102,46 @@ CHATS = {
 def test_of_a_chat_is_trained(make_rows, case):
     messages, wanted = CHATS[case]
     assert make_rows({"messages": messages}) == [wanted]
+
+
+@pytest.mark.parametrize("mark", ["weight", "train", "trainable", "loss_mask"])
+@pytest.mark.parametrize("value", [0, False, 0.0])
+def test_a_turn_that_is_marked_is_not_trained(make_rows, mark, value):
+    messages = [user("Hi"), bot("No", **{mark: value}), user("Hi"), bot("Yes?", **{mark: 1})]
+    assert make_rows({"messages": messages}) == [f"{HI}{ASK}No{END}\n{FIRST}"]
+
+
+def test_thoughts_are_trained_if_the_template_shows_them(make_rows):
+    template = CHATML.replace("{{ m.content", "{{ m.thinking or '' }}{{ m.content")
+    (row,) = make_rows({"messages": [user("Hi"), bot("Yes?", thinking="Hm. ")]}, template=template)
+    assert row == f"{HI}{ASK}[Hm. Yes?{END}]"
+
+
+TRIMS = CHATML.replace("{{ m.content or '' }}", "{{ (m.content or '') | trim }}")
+CHANGES = CHATML.replace("{{ m.content or '' }}", "{{ (m.content or '') | upper | replace('\ue000', '!') }}")
+
+
+@pytest.mark.parametrize("template, most", [(CHATML, 12), (TRIMS, 12), (CHANGES, 1000)])
+def test_a_long_chat_is_written_a_few_times_and_its_turns_are_where_they_are_one_by_one(
+    make, chat_policy, template, most
+):
+    """A template that changes the words is asked for each turn."""
+    module = make(SFT).module
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chat_policy(template))
+    messages = []
+    for number in range(40):
+        question = user("A" * (number % 3) + " B" + "\n" * (number % 2))
+        messages += [question, CALLS, {"role": "tool", "content": "3"}, bot(f" {number}\n")]
+    messages = list(map(module.read_message, messages))
+    text = module.render(tokenizer, messages)
+    numbers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    one_by_one = [module.find_turn(tokenizer, messages, n, text, None) for n in numbers]
+    written, apply = [], tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda *a, **options: written.append(1) or apply(*a, **options)
+    found = module.find_turns(tokenizer, messages, numbers, text, None)
+    assert len(found) == 80 and len(written) <= most
+    for (start, stop), (wanted, end) in zip(found, one_by_one):
+        assert start == wanted and text[end:stop] in ("", f"{START}user\n", f"{START}tool\n")
 
 
 def test_the_answer_to_a_prompt_may_be_messages(make_rows):
@@ -159,11 +206,37 @@ NO_CALLS = CHATML.replace("m.tool_calls or []", "[]")
 NO_HISTORY = CHATML.replace("m.content or ''", "m.content if loop.last or m.role != 'assistant' else 'cut'")
 NO_END = CHATML.replace(END, "")
 REFUSED = {
-    "a template that hides tool calls": (WITH_CALL, {"template": NO_CALLS}, "rows.jsonl:2.*no tool calls"),
+    "a template that hides tool calls": (WITH_CALL, {"template": NO_CALLS}, "rows.jsonl:2.*no tool_calls"),
     "a template that cuts turns": (TWO_TURNS, {"template": NO_HISTORY}, "rows.jsonl:2.*each turn a row"),
     "a template that ends no turn": (GOOD, {"template": NO_END}, "rows.jsonl:1.*nothing ends"),
     "no template": (GOOD, {"template": None}, "rows.jsonl:1.*need a tokenizer with a chat template"),
-    "half an emoji": ({"messages": [user("Hi \ud83d"), bot("Yes")]}, {}, "rows.jsonl:2"),
+    "half an emoji": ({"messages": [user("Hi \ud83d"), bot("Yes")]}, {}, "rows.jsonl:2.*surrogates"),
+    "an image": ({"messages": [user([TEXT, IMAGE]), bot("Yes")]}, {}, "rows.jsonl:2.*image"),
+    "thoughts that the template hides": (
+        {"messages": [user("Hi"), bot("Yes", thinking="Hm")]},
+        {},
+        "rows.jsonl:2.*shows no thinking",
+    ),
+    "an unknown key": ({"messages": [user("Hi"), bot("Yes", thoughts="Hm")]}, {}, "rows.jsonl:2.*thoughts"),
+    "half a mark": ({"messages": [user("Hi"), bot("Yes", weight=0.5)]}, {}, "rows.jsonl:2.*are 0 or 1"),
+    "arguments that are no dict": (
+        {"messages": [user("Hi"), bot(None, tool_calls=[{"function": {"name": "f", "arguments": "[1]"}}])]},
+        {},
+        "rows.jsonl:2.*a dict or its JSON",
+    ),
+    "a call that is a text": (
+        {"messages": [user("Hi"), bot(None, tool_calls=json.dumps([CALL]))]},
+        {},
+        "rows.jsonl:2.*a tool call is a dict",
+    ),
+    "no words": ({"messages": [user("Hi"), bot(None)]}, {}, "rows.jsonl:2.*its content is a text"),
+    "a number": ({"messages": [user("Hi"), bot(7)]}, {}, "rows.jsonl:2.*its content is a text"),
+    "another format": ({"messages": [{"from": "human", "value": "Hi"}]}, {}, "rows.jsonl:2.*value"),
+    "tools that are no list": (
+        {**GOOD, "tools": TOOL},
+        {"columns": {**CHAT, "tools": "tools"}},
+        "rows.jsonl:2.*tools are a list",
+    ),
 }
 
 
@@ -171,8 +244,19 @@ REFUSED = {
 def test_a_row_is_refused_in_one_line_that_names_it(make_rows, case):
     record, options, message = REFUSED[case]
     with pytest.raises(ValueError, match=message) as error:
-        make_rows(GOOD, record, **options)
+        make_rows({**GOOD, "tools": None}, record, **options)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change", [{"q": None}, {"q": 5}, {"q": " "}, {"a": 7.0}, {"a": float("nan")}, {"a": True}]
+)
+def test_what_is_no_text_is_refused_and_a_whole_number_is_one(make_rows, change):
+    rows = [{"q": "3+4?", "a": 7}, {"q": "3+4?", "a": 7, **change}]
+    options = {"columns": {"input": "q", "output": "a"}}
+    assert make_rows(rows[0], **options) == [f"{START}user\n3+4?{END}\n{ASK}[7{END}]"]
+    with pytest.raises(ValueError, match="rows.jsonl:2: ValueError: (an answer|a prompt) is a text"):
+        make_rows(*rows, **options)
 
 
 def test_a_prompt_that_the_tokenizer_joins_with_its_answer_is_refused(make_rows, tmp_path):
@@ -238,6 +322,13 @@ def test_responses_are_of_the_policy_at_its_temperature(make):
         assert row["prompt_ids"] == trainer.tokenizer(row["prompt"] + "\n")["input_ids"]
         ids = trainer.actor.generate(torch.tensor([row["prompt_ids"]]), do_sample=False, max_new_tokens=24)
         assert trainer.tokenizer.decode(ids[0, len(row["prompt_ids"]) :]).removesuffix("<eos>") == text
+
+
+@pytest.mark.parametrize("path", [SFT, "rce/dpo.py"])
+def test_samples_that_would_pass_the_models_positions_are_refused_at_the_start(make, path):
+    options = {"ACCURACY_FUNCTION": "exact_answer", "MAX_NEW_TOKENS": 510}
+    with pytest.raises(ValueError, match="tiny/policy has 512 positions"):
+        make(path, **options)
 
 
 def say(trainer, *texts):
