@@ -527,25 +527,15 @@ def check_limits(model, ids, length):
 
 def answer_scores(model, tokenizer, answers):
     """Returns the scores of answers, what encode_scored() gave, (rows,) in float32."""
-    if hasattr(model, "score"):
-        ids, mask = pad_left(column(answers, "input_ids"), model.device)
-        return logits_of(model, ids, mask, 1)[:, 0, 0]
-    inputs = tokenizer.pad(answers, return_tensors="pt").to(model.device)
+    if not hasattr(model, "score"):
+        inputs = tokenizer.pad(answers, return_tensors="pt").to(model.device)
+        with autocast(model.device):
+            return model(**inputs).logits[:, 0].float()
+    ids, mask = pad_left(column(answers, "input_ids"), model.device)
+    inputs = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), "use_cache": False}
     with autocast(model.device):
-        return model(**inputs).logits[:, 0].float()
-
-
-def logits_of(model, ids, mask, keep, cache=None):
-    """Returns a policy's logits at the last `keep` positions, (rows, keep, vocabulary), or the values (rows,
-    keep, 1) of a model with a head `score`, which is read in float32. mask also covers what the cache has."""
-    positions = (mask.cumsum(1)[:, -ids.shape[1] :] - 1).clamp(min=0)
-    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-    inputs |= {"past_key_values": cache, "use_cache": cache is not None}
-    with autocast(model.device):
-        if not hasattr(model, "score"):
-            return model(**inputs, logits_to_keep=keep).logits
-        hidden = model.get_decoder()(**inputs).last_hidden_state[:, -keep:]
-    return model.score(hidden.float())
+        hidden = model.get_decoder()(ids, **inputs).last_hidden_state[:, -1]
+    return model.score(hidden.float())[:, 0]  # in float32
 
 
 def cut_by_length(rows):
@@ -642,9 +632,9 @@ def read_message(message):
     """Returns a message of a chat, whose content is a text. Refuses what a chat template would misread."""
     if not isinstance(message, dict):
         raise ValueError(f"a chat is a list of messages, not of {message!r:.80}")
-    marks = ["weight", "train", "trainable", "loss_mask"]  # 0: not to be trained
-    known = ["role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking", *marks]
+    known = ["role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking"]
     message = {key: x for key, x in message.items() if x is not None}  # parquet and json fill absent keys
+    marks = [message.pop(key) for key in ("weight", "train", "trainable", "loss_mask") if key in message]
     content = message.get("content", "" if "tool_calls" in message else None)
     if isinstance(content, list) and all(set(part) == {"type", "text"} for part in content):
         content = "".join(column(content, "text"))
@@ -652,8 +642,10 @@ def read_message(message):
         raise ValueError(f"a message has {', '.join(known)}, and its content is a text: {message!r:.200}")
     if message.get("role") not in ("system", "developer", "user", "assistant", "tool"):
         raise ValueError(f"a message has an unknown role: {message!r:.200}")
-    if any(message.get(mark, 1) not in (0, 1) for mark in marks):
-        raise ValueError(f"{', '.join(marks)} are 0 or 1: {message!r:.200}")
+    if not set(marks) <= {0, 1}:
+        raise ValueError(f"a weight is 0 (the message is not trained) or 1: {marks} of {message!r:.200}")
+    if 0 in marks:
+        message["weight"] = 0
     if "tool_calls" in message:
         message["tool_calls"] = list(map(read_call, message["tool_calls"]))
     return {**message, "content": content}
@@ -662,13 +654,11 @@ def read_message(message):
 def read_call(call):
     """Returns a tool call with its arguments as a dict. Many data sets have their JSON, which a chat template
     would write as a text in quotes."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    arguments = function.get("arguments", {}) if isinstance(function, dict) else None
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments or "{}")
-    if not isinstance(arguments, dict):
-        raise ValueError(f"a tool call is a dict with arguments, a dict or its JSON, not {call!r:.200}")
-    function = {**function, "arguments": arguments}
+    function = dict(call.get("function", call))
+    if isinstance(function.get("arguments"), str):
+        function["arguments"] = json.loads(function["arguments"] or "{}")
+    if not isinstance(function.get("arguments", {}), dict):
+        raise ValueError(f"the arguments of a tool call are a dict or its JSON: {call!r:.200}")
     return {**call, "function": function} if "function" in call else function
 
 
@@ -738,10 +728,9 @@ def as_turns(answer):
 
 
 def is_trained_turn(turn):
-    """Returns whether a message is the assistant's, says something and is not marked as not to be trained."""
-    is_marked = not all(turn.get(mark, 1) for mark in ("weight", "train", "trainable", "loss_mask"))
+    """Returns whether a message is the assistant's, says something and is to be trained."""
     says_something = turn.get("tool_calls") or turn["content"].strip()
-    return turn["role"] == "assistant" and bool(says_something) and not is_marked
+    return turn["role"] == "assistant" and bool(says_something) and turn.get("weight") != 0
 
 
 def read_tools(record, spec):

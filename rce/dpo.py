@@ -390,11 +390,6 @@ class DPOTrainer:
         texts = dict(chain(*(part.items() for part in all_gather(texts))))
         return [texts[place] for place in range(len(prompts))]
 
-    # differs: transformers' generate() samples
-    def generate_response(self, prompt, greedy=True):
-        """Returns one response to a prompt, a text or a chat."""
-        return self.respond([encode(self.tokenizer, prompt)], greedy)[0]
-
     def record(self, rows, metrics, seconds):
         """Logs the step's metrics, some of its pairs, and its line on the terminal."""
         step = self.state.step
@@ -751,9 +746,9 @@ def read_message(message):
     """Returns a message of a chat, whose content is a text. Refuses what a chat template would misread."""
     if not isinstance(message, dict):
         raise ValueError(f"a chat is a list of messages, not of {message!r:.80}")
-    marks = ["weight", "train", "trainable", "loss_mask"]  # 0: not to be trained
-    known = ["role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking", *marks]
+    known = ["role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking"]
     message = {key: x for key, x in message.items() if x is not None}  # parquet and json fill absent keys
+    marks = [message.pop(key) for key in ("weight", "train", "trainable", "loss_mask") if key in message]
     content = message.get("content", "" if "tool_calls" in message else None)
     if isinstance(content, list) and all(set(part) == {"type", "text"} for part in content):
         content = "".join(column(content, "text"))
@@ -761,8 +756,10 @@ def read_message(message):
         raise ValueError(f"a message has {', '.join(known)}, and its content is a text: {message!r:.200}")
     if message.get("role") not in ("system", "developer", "user", "assistant", "tool"):
         raise ValueError(f"a message has an unknown role: {message!r:.200}")
-    if any(message.get(mark, 1) not in (0, 1) for mark in marks):
-        raise ValueError(f"{', '.join(marks)} are 0 or 1: {message!r:.200}")
+    if not set(marks) <= {0, 1}:
+        raise ValueError(f"a weight is 0 (the message is not trained) or 1: {marks} of {message!r:.200}")
+    if 0 in marks:
+        message["weight"] = 0
     if "tool_calls" in message:
         message["tool_calls"] = list(map(read_call, message["tool_calls"]))
     return {**message, "content": content}
@@ -771,13 +768,11 @@ def read_message(message):
 def read_call(call):
     """Returns a tool call with its arguments as a dict. Many data sets have their JSON, which a chat template
     would write as a text in quotes."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    arguments = function.get("arguments", {}) if isinstance(function, dict) else None
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments or "{}")
-    if not isinstance(arguments, dict):
-        raise ValueError(f"a tool call is a dict with arguments, a dict or its JSON, not {call!r:.200}")
-    function = {**function, "arguments": arguments}
+    function = dict(call.get("function", call))
+    if isinstance(function.get("arguments"), str):
+        function["arguments"] = json.loads(function["arguments"] or "{}")
+    if not isinstance(function.get("arguments", {}), dict):
+        raise ValueError(f"the arguments of a tool call are a dict or its JSON: {call!r:.200}")
     return {**call, "function": function} if "function" in call else function
 
 
@@ -847,10 +842,9 @@ def as_turns(answer):
 
 
 def is_trained_turn(turn):
-    """Returns whether a message is the assistant's, says something and is not marked as not to be trained."""
-    is_marked = not all(turn.get(mark, 1) for mark in ("weight", "train", "trainable", "loss_mask"))
+    """Returns whether a message is the assistant's, says something and is to be trained."""
     says_something = turn.get("tool_calls") or turn["content"].strip()
-    return turn["role"] == "assistant" and bool(says_something) and not is_marked
+    return turn["role"] == "assistant" and bool(says_something) and turn.get("weight") != 0
 
 
 def read_tools(record, spec):
@@ -900,13 +894,6 @@ def tokenize(tokenizer, text, is_open=False):
     if is_open and not tokenizer.chat_template and ids[-1:] == [tokenizer.eos_token_id]:
         return ids[:-1]  # some append EOS to every text
     return ids
-
-
-# differs: chats are read as those of the data are
-def encode(tokenizer, prompt):
-    """Returns the ids of a prompt, a text or a chat, that an answer follows."""
-    messages = read_chat(tokenizer, prompt)[0]
-    return tokenize(tokenizer, render(tokenizer, messages, is_open=True), is_open=True)
 
 
 def check_shown(tokenizer, messages, tools, text):
