@@ -656,7 +656,8 @@ def read_call(call):
     would write as a text in quotes."""
     function = dict(call.get("function", call))
     if isinstance(function.get("arguments"), str):
-        function["arguments"] = json.loads(function["arguments"] or "{}")
+        with suppress(json.JSONDecodeError):
+            function["arguments"] = json.loads(function["arguments"] or "{}")
     if not isinstance(function.get("arguments", {}), dict):
         raise ValueError(f"the arguments of a tool call are a dict or its JSON: {call!r:.200}")
     return {**call, "function": function} if "function" in call else function
@@ -784,7 +785,7 @@ def check_shown(tokenizer, messages, tools, text):
     if tools and render(tokenizer, messages) == text:
         raise ValueError("the chat template shows no tools: take one that does")
     for hidden in ("tool_calls", "reasoning_content", "thinking"):
-        bare = [{key: x for key, x in message.items() if key != hidden} for message in messages]
+        bare = [{key: x for key, x in message.items() if key != hidden or not x} for message in messages]
         if bare != messages and render(tokenizer, bare, tools) == text:
             raise ValueError(f"the chat template shows no {hidden}: take one that does")
     for message in messages:

@@ -187,8 +187,10 @@ class SFTTrainer:
         """Returns a row from a record of the data: id, prompt, answer (the last turn's text), ids of both,
         mask (1: trained), prompt_ids (what stands before the last turn), and why it is left out."""
         if "messages" in spec:
-            messages = as_messages(record[spec["messages"]])
-            prompt, answer = messages[:1], messages[1:]
+            chat = record[spec["messages"]]
+            if not isinstance(chat, list):
+                raise ValueError(f"a chat is a list of messages, not {chat!r:.80}")
+            prompt, answer = chat[:1], as_answer(chat[1:])
         else:
             prompt, answer = record[spec["input"]], as_answer(record[spec["output"]])
         row = {"id": row_id, "prompt": prompt, "answer": answer, "left_out": None}
@@ -692,7 +694,8 @@ def read_call(call):
     would write as a text in quotes."""
     function = dict(call.get("function", call))
     if isinstance(function.get("arguments"), str):
-        function["arguments"] = json.loads(function["arguments"] or "{}")
+        with suppress(json.JSONDecodeError):
+            function["arguments"] = json.loads(function["arguments"] or "{}")
     if not isinstance(function.get("arguments", {}), dict):
         raise ValueError(f"the arguments of a tool call are a dict or its JSON: {call!r:.200}")
     return {**call, "function": function} if "function" in call else function
@@ -772,7 +775,7 @@ def check_shown(tokenizer, messages, tools, text):
     if tools and render(tokenizer, messages) == text:
         raise ValueError("the chat template shows no tools: take one that does")
     for hidden in ("tool_calls", "reasoning_content", "thinking"):
-        bare = [{key: x for key, x in message.items() if key != hidden} for message in messages]
+        bare = [{key: x for key, x in message.items() if key != hidden or not x} for message in messages]
         if bare != messages and render(tokenizer, bare, tools) == text:
             raise ValueError(f"the chat template shows no {hidden}: take one that does")
     for message in messages:

@@ -93,6 +93,7 @@ CHATS = {
         [user("Hi"), bot(None, tool_calls=[JSON_CALL])],
         f"{HI}{ASK}[{SHOWN}{END}]",
     ),
+    "no calls and no thoughts": ([user("Hi"), bot("Yes?", tool_calls=[], thinking="")], FIRST),
     "parts that are texts": ([user([TEXT]), bot([TEXT, TEXT])], f"{HI}{ASK}[HiHi{END}]"),
     "up to the first end of an answer": ([user("Hi"), bot(f"Yes{END}No")], f"{HI}{ASK}[Yes{END}]"),
 }
@@ -229,6 +230,7 @@ REFUSED = {
         {},
         "rows.jsonl:2.*'str' object",
     ),
+    "a chat that is a text": ({"messages": "Hi"}, {}, "rows.jsonl:2.*a chat is a list"),
     "no words": ({"messages": [user("Hi"), bot(None)]}, {}, "rows.jsonl:2.*its content is a text"),
     "a number": ({"messages": [user("Hi"), bot(7)]}, {}, "rows.jsonl:2.*its content is a text"),
     "another format": ({"messages": [{"from": "human", "value": "Hi"}]}, {}, "rows.jsonl:2.*value"),
