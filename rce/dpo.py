@@ -243,7 +243,7 @@ class DPOTrainer:
             row[f"{name}_answer"] = encode_answer(self.tokenizer, prompt, row[name], self.end_ids, tools)
         answers = row["chosen_answer"], row["rejected_answer"]
         row["ids"] = max(column(answers, "ids"), key=len)  # the longer one, by which pairs are sorted
-        row["answer"] = read_gold(record.get(spec.get("output")))
+        row["answer"] = as_answer(record.get(spec.get("output"))) or None
         if not all(1 in answer["mask"] for answer in answers):
             row["left_out"] = "without an answer"
         elif len(row["ids"]) > MAX_TOKENS:
@@ -855,17 +855,6 @@ def read_tools(record, spec):
     if not isinstance(tools, (list, type(None))):
         raise ValueError(f"tools are a list or its JSON, not {tools!r:.80}")
     return tools
-
-
-def read_gold(value):
-    """Returns a gold answer, a text, a list of texts, or None if there is none."""
-    golds = value if isinstance(value, list) else [value]
-    if any(isinstance(gold, (dict, list)) for gold in golds):
-        raise ValueError(f"the gold answer {value!r:.80} is no text, number or list of them")
-    golds = [str(x) for x in golds if x is not None and x == x and str(x).strip()]  # NaN is not itself
-    if not isinstance(value, list):
-        golds = golds[0] if golds else None
-    return golds or None
 
 
 def read_chat(tokenizer, prompt, answer=None, tools=None):

@@ -395,11 +395,15 @@ def test_a_margin_that_is_no_number_is_refused(make, tmp_path, margin):
 
 
 def test_gold_answers_are_texts_or_none(make, tmp_path):
-    golds = ["#### 2", 2, ["2", " "], None, "", float("nan")]
-    rows = [{"prompt": "1+1=?", "chosen": "2", "rejected": "3", "gold": gold} for gold in golds]
-    data = spec_of(write_rows(tmp_path / "pairs.jsonl", *rows), **PAIRS, output="gold")
+    rows = [
+        {"prompt": "1+1=?", "chosen": "2", "rejected": "3", "gold": x} for x in ("#### 2", 2, None, "", 2.0)
+    ]
+    data = spec_of(write_rows(tmp_path / "pairs.jsonl", *rows[:4]), **PAIRS, output="gold")
     trainer = make(DPO, TRAIN_DATASETS=data)
-    assert [row["answer"] for row in trainer.train_rows] == ["#### 2", "2", ["2"], None, None, None]
+    assert [row["answer"] for row in trainer.train_rows] == ["#### 2", "2", None, None]
+    write_rows(tmp_path / "pairs.jsonl", *rows)
+    with pytest.raises(ValueError, match="pairs.jsonl:5.*an answer is a text"):
+        make(DPO, TRAIN_DATASETS=data)
 
 
 WRONG_KEYS = [
