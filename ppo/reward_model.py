@@ -588,12 +588,10 @@ def check_keys(spec):
     """Returns the columns that a data set names. Refuses keys that nothing reads."""
     of_hub = {"name", "split"} if spec.get("type") == "hub" else set()
     keys = spec.keys() - {"path", "type"} - of_hub
-    if not {"path", "type"} <= spec.keys() or keys - {"prompt", "tools", "margin"} not in [
-        {"chosen", "rejected"}
-    ]:
-        raise ValueError(
-            "the keys are path, type, prompt, chosen, rejected, margin, tools, and for hub name, split"
-        )
+    needed = keys - {"prompt", "tools", "margin"}
+    if not {"path", "type"} <= spec.keys() or needed != {"chosen", "rejected"}:
+        known = "path, type, prompt, chosen, rejected, margin, tools"
+        raise ValueError(f"the keys are {known}, and for hub name, split")
     return {spec[key] for key in keys}
 
 
@@ -702,10 +700,9 @@ def read_pair(record, spec):
     if count == 0:
         raise ValueError("the chosen and the rejected chat do not begin with one prompt")
     first = next((turn["content"] for turn in chosen[:count] if turn["role"] == "user"), None)
-    if prompt and (as_messages(prompt) if isinstance(prompt, list) else prompt) not in (
-        chosen[:count],
-        first,
-    ):
+    if prompt and isinstance(prompt, list):
+        prompt = as_messages(prompt)
+    if prompt and prompt not in (chosen[:count], first):
         raise ValueError(f"the chats have another prompt than the column {spec['prompt']!r}: {prompt!r:.80}")
     return chosen[:count], chosen[count:], rejected[count:]
 

@@ -119,14 +119,14 @@ def test_thoughts_are_trained_if_the_template_shows_them(make_rows):
 
 
 TRIMS = CHATML.replace("{{ m.content or '' }}", "{{ (m.content or '') | trim }}")
-CHANGES = CHATML.replace("{{ m.content or '' }}", "{{ (m.content or '') | upper | replace('\ue000', '!') }}")
+COUNTS = CHATML.replace("{{ m.content or '' }}", "{{ m.content | length }} {{ m.content }}")
 
 
-@pytest.mark.parametrize("template, most", [(CHATML, 12), (TRIMS, 12), (CHANGES, 1000)])
+@pytest.mark.parametrize("template, most", [(CHATML, 12), (TRIMS, 12), (COUNTS, 1000)])
 def test_a_long_chat_is_written_a_few_times_and_its_turns_are_where_they_are_one_by_one(
     make, chat_policy, template, most
 ):
-    """A template that changes the words is asked for each turn."""
+    """A template on whose words a mark would have an effect is asked for each turn."""
     module = make(SFT).module
     tokenizer = transformers.AutoTokenizer.from_pretrained(chat_policy(template))
     messages = []
