@@ -748,15 +748,17 @@ def read_margin(value):
     raise ValueError(f"a margin is a finite number, not {value!r:.80}")
 
 
-def read_chat(tokenizer, prompt, answer=None, tools=None):
+def read_chat(tokenizer, prompt, answer, tools=None):
     """Returns the messages of a prompt, a text or a chat, and those of its answer, a text or messages."""
-    before = as_messages(prompt)
+    before, turns = as_messages(prompt), as_turns(answer)
+    if [message["role"] for message in before[-1:] + turns[:1]] == ["assistant"] * 2:
+        raise ValueError("a prompt ends before the assistant's message, which is the answer")
     if SYSTEM_PROMPT is not None and before[0]["role"] != "system":
         before.insert(0, {"role": "system", "content": SYSTEM_PROMPT})
     is_chat = isinstance(prompt, list) or isinstance(answer, list) or len(before) > 1 or tools
     if is_chat and not tokenizer.chat_template:
         raise UserError("chats, tools and SYSTEM_PROMPT need a tokenizer with a chat template")
-    return before, as_turns(answer)
+    return before, turns
 
 
 def render(tokenizer, messages, tools=None, is_open=False):

@@ -3,8 +3,9 @@
     L = -mean_t log pi(y_t | what stands before it)
 
 t runs over the tokens of the answers, each up to its first end token. Of a chat every turn of the assistant,
-with its tool calls, is trained, but not its first message. The mean runs over all of them in an optimizer
-step, however it is cut into micro-batches. Dropout is off. Rows longer than MAX_TOKENS are left out.
+with its tool calls, is trained, but not its first message and no turn whose weight is 0. The mean runs over
+all of them in an optimizer step, however it is cut into micro-batches. Dropout is off. Rows longer than
+MAX_TOKENS are left out.
 
 Shapes: tokens = trained tokens of the rows at hand, row after row; T = tokens of the longest row.
 
@@ -18,7 +19,7 @@ killed continues from its last checkpoint, and ends with the same bytes.
 
 To change           see                                To change      see
 the loss            update, answer_logprobs            a metric       update, evaluate
-what is trained     encode_answer                      a plot         PANELS, draw_grid
+what is trained     is_trained_turn, encode_answer     a plot         PANELS, draw_grid
 the data            TRAIN_DATASETS, make_row           sampling       respond
 """
 
@@ -628,10 +629,10 @@ def check_keys(spec):
     """Returns the columns that a data set names. Refuses keys that nothing reads."""
     of_hub = {"name", "split"} if spec.get("type") == "hub" else set()
     keys = spec.keys() - {"path", "type"} - of_hub
-    if not {"path", "type"} <= spec.keys() or keys - {"tools"} not in ({"input", "output"}, {"messages"}):
-        raise ValueError(
-            "the keys are path, type, input and output or messages, tools, and for hub name, split"
-        )
+    needed = keys - {"tools"}
+    if not {"path", "type"} <= spec.keys() or needed not in ({"input", "output"}, {"messages"}):
+        known = "path, type, input and output or messages, tools"
+        raise ValueError(f"the keys are {known}, and for hub name, split")
     return {spec[key] for key in keys}
 
 
@@ -741,15 +742,17 @@ def read_tools(record, spec):
     return tools
 
 
-def read_chat(tokenizer, prompt, answer=None, tools=None):
+def read_chat(tokenizer, prompt, answer, tools=None):
     """Returns the messages of a prompt, a text or a chat, and those of its answer, a text or messages."""
-    before = as_messages(prompt)
+    before, turns = as_messages(prompt), as_turns(answer)
+    if [message["role"] for message in before[-1:] + turns[:1]] == ["assistant"] * 2:
+        raise ValueError("a prompt ends before the assistant's message, which is the answer")
     if SYSTEM_PROMPT is not None and before[0]["role"] != "system":
         before.insert(0, {"role": "system", "content": SYSTEM_PROMPT})
     is_chat = isinstance(prompt, list) or isinstance(answer, list) or len(before) > 1 or tools
     if is_chat and not tokenizer.chat_template:
         raise UserError("chats, tools and SYSTEM_PROMPT need a tokenizer with a chat template")
-    return before, as_turns(answer)
+    return before, turns
 
 
 def render(tokenizer, messages, tools=None, is_open=False):
@@ -842,13 +845,12 @@ def encode_answer(tokenizer, prompt, answer, end_ids, tools=None):
         if ids[first : first + len(piece)] != piece:  # some begin every text with a blank
             piece = tokenize(tokenizer, text[:start], is_open=True)[first:]
         if ids[first : first + len(piece)] != piece:
-            raise ValueError(
-                "the tokenizer joins a prompt with its answer: end PROMPT_TEMPLATE with a line break"
-            )
-        if not any(tokenizer.decode([end_id]) in text[start:stop] for end_id in end_ids):
-            raise ValueError(f"nothing ends the answer: sampling stops at {tokenizer.decode(end_ids)!r}")
+            hint = "end PROMPT_TEMPLATE with a line break"
+            raise ValueError(f"the tokenizer joins a prompt with its answer: {hint}")
         place, first = start, first + len(piece)
-        end = next(t for t in range(first, len(ids)) if ids[t] in end_ids)
+        end = next((t for t in range(first, len(ids)) if ids[t] in end_ids), None)
+        if end is None or tokenizer.decode([ids[end]]) not in text[start:stop]:
+            raise ValueError(f"nothing ends the answer: sampling stops at {tokenizer.decode(end_ids)!r}")
         mask[first : end + 1] = [1] * (end + 1 - first)
     return {"ids": ids[: end + 1], "mask": mask[: end + 1]}
 

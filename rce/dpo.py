@@ -854,15 +854,17 @@ def read_tools(record, spec):
     return tools
 
 
-def read_chat(tokenizer, prompt, answer=None, tools=None):
+def read_chat(tokenizer, prompt, answer, tools=None):
     """Returns the messages of a prompt, a text or a chat, and those of its answer, a text or messages."""
-    before = as_messages(prompt)
+    before, turns = as_messages(prompt), as_turns(answer)
+    if [message["role"] for message in before[-1:] + turns[:1]] == ["assistant"] * 2:
+        raise ValueError("a prompt ends before the assistant's message, which is the answer")
     if SYSTEM_PROMPT is not None and before[0]["role"] != "system":
         before.insert(0, {"role": "system", "content": SYSTEM_PROMPT})
     is_chat = isinstance(prompt, list) or isinstance(answer, list) or len(before) > 1 or tools
     if is_chat and not tokenizer.chat_template:
         raise UserError("chats, tools and SYSTEM_PROMPT need a tokenizer with a chat template")
-    return before, as_turns(answer)
+    return before, turns
 
 
 def render(tokenizer, messages, tools=None, is_open=False):
@@ -955,13 +957,12 @@ def encode_answer(tokenizer, prompt, answer, end_ids, tools=None):
         if ids[first : first + len(piece)] != piece:  # some begin every text with a blank
             piece = tokenize(tokenizer, text[:start], is_open=True)[first:]
         if ids[first : first + len(piece)] != piece:
-            raise ValueError(
-                "the tokenizer joins a prompt with its answer: end PROMPT_TEMPLATE with a line break"
-            )
-        if not any(tokenizer.decode([end_id]) in text[start:stop] for end_id in end_ids):
-            raise ValueError(f"nothing ends the answer: sampling stops at {tokenizer.decode(end_ids)!r}")
+            hint = "end PROMPT_TEMPLATE with a line break"
+            raise ValueError(f"the tokenizer joins a prompt with its answer: {hint}")
         place, first = start, first + len(piece)
-        end = next(t for t in range(first, len(ids)) if ids[t] in end_ids)
+        end = next((t for t in range(first, len(ids)) if ids[t] in end_ids), None)
+        if end is None or tokenizer.decode([ids[end]]) not in text[start:stop]:
+            raise ValueError(f"nothing ends the answer: sampling stops at {tokenizer.decode(end_ids)!r}")
         mask[first : end + 1] = [1] * (end + 1 - first)
     return {"ids": ids[: end + 1], "mask": mask[: end + 1]}
 

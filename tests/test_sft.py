@@ -230,6 +230,11 @@ REFUSED = {
         {},
         "rows.jsonl:2.*'str' object",
     ),
+    "an answer to an answer": (
+        {"messages": [bot("Hi"), bot("Yes")]},
+        {},
+        "rows.jsonl:2.*ends before the assistant",
+    ),
     "a chat that is a text": ({"messages": "Hi"}, {}, "rows.jsonl:2.*a chat is a list"),
     "no words": ({"messages": [user("Hi"), bot(None)]}, {}, "rows.jsonl:2.*its content is a text"),
     "a number": ({"messages": [user("Hi"), bot(7)]}, {}, "rows.jsonl:2.*its content is a text"),
