@@ -169,7 +169,8 @@ def measure(policy, seed, num_samples=4):
     problems = np.repeat(read_rows(ROOT / "data/tiny/test.jsonl")[:PROBLEMS], num_samples).tolist()
     for first in range(0, len(problems), 128):
         texts, solutions = (sft.column(problems[first : first + 128], x) for x in ("problem", "solution"))
-        prompts = [sft.encode(tokenizer, text) for text in texts]
+        chats = [sft.render(tokenizer, sft.as_messages(text), is_open=True) for text in texts]
+        prompts = [sft.tokenize(tokenizer, chat) for chat in chats]
         ids, mask = sft.pad_left(prompts, "cpu")
         sampled = actor.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :].tolist()
         rows = []

@@ -197,7 +197,7 @@ class RewardModelTrainer:
         classifier = transformers.AutoModelForSequenceClassification
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(BASE_MODEL)
         saved = checkpoint and checkpoint / "reward_model"
-        self.model = load_trained(classifier, BASE_MODEL, saved).to(self.device)
+        self.model = load_trained(classifier, BASE_MODEL, saved, self.tokenizer).to(self.device)
         self.models = {"reward_model": self.model}  # what a checkpoint holds
         self.optimizers = {"reward_model": make_optimizer(self.model, LEARNING_RATE)}
 
@@ -210,7 +210,7 @@ class RewardModelTrainer:
             tools = read_tools(record, spec)
             row[f"{name}_inputs"] = encode_scored(self.model, self.tokenizer, prompt, row[name], tools)
         row["ids"] = max(row["chosen_inputs"]["input_ids"], row["rejected_inputs"]["input_ids"], key=len)
-        row["margin"] = float(record[spec["margin"]]) if "margin" in spec else 0.0
+        row["margin"] = read_margin(record[spec["margin"]]) if "margin" in spec else 0.0
         if not all(any(map(is_trained_turn, as_turns(answer))) for answer in (chosen, rejected)):
             row["left_out"] = "without an answer"
         elif len(row["ids"]) > MAX_TOKENS:
@@ -411,7 +411,7 @@ def learning_rate_scale(steps_done, total):
 
 
 # differs: a new head may be put on the model
-def load_model(auto_class, path):
+def load_model(auto_class, path, tokenizer):
     """Returns a frozen model in evaluation mode, in which it stays, with a head for one label. If the head is
     missing or another one, it starts as the library begins it. Other missing weights are an error."""
     options = {"output_loading_info": True, "dtype": torch.float32, "attn_implementation": ATTENTION}
@@ -428,20 +428,33 @@ def load_model(auto_class, path):
     for parameter in model.parameters():
         # Weights that are mapped from a file may be unaligned, which changes a product's last bit
         parameter.data = parameter.data.clone()
+    if hasattr(model, "score"):
+        set_pad_token(model, tokenizer)
     return model.requires_grad_(False).eval()
 
 
+def set_pad_token(model, tokenizer):
+    """Gives a decoder a pad token that no text ends with: elsewhere a text's score is read at the last token
+    that is not padding."""
+    last = encode(tokenizer, "question", "answer")[-1]
+    if tokenizer.pad_token_id in (None, last):
+        tokenizer.add_special_tokens({"pad_token": "<|padding|>"})
+        if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.config.pad_token_id = tokenizer.pad_token_id
+
+
 # differs: adapters beside a head that is trained whole
-def load_trained(auto_class, path, saved):
+def load_trained(auto_class, path, saved, tokenizer):
     """Returns a model to train, from the folder `saved` of a checkpoint or else path, with LoRA's adapter."""
     if saved and (saved / "adapter_config.json").exists() != (LORA_RANK > 0):
         raise UserError(f"{saved} was trained with another LORA_RANK")
     if LORA_RANK == 0:
-        model = load_model(auto_class, saved or path).requires_grad_(True)
+        model = load_model(auto_class, saved or path, tokenizer).requires_grad_(True)
     else:
         import peft  # slow
 
-        base = load_model(auto_class, path)
+        base = load_model(auto_class, path, tokenizer)
         # The head, which may have several layers, is trained whole
         names = [name for name, _ in base.named_children() if name != base.base_model_prefix]
         heads = [name for name in names if list(base.get_submodule(name).parameters())]
@@ -514,25 +527,15 @@ def check_limits(model, ids, length):
 
 def answer_scores(model, tokenizer, answers):
     """Returns the scores of answers, what encode_scored() gave, (rows,) in float32."""
-    if hasattr(model, "score"):
-        ids, mask = pad_left(column(answers, "input_ids"), model.device)
-        return logits_of(model, ids, mask, 1)[:, 0, 0]
-    inputs = tokenizer.pad(answers, return_tensors="pt").to(model.device)
+    if not hasattr(model, "score"):
+        inputs = tokenizer.pad(answers, return_tensors="pt").to(model.device)
+        with autocast(model.device):
+            return model(**inputs).logits[:, 0].float()
+    ids, mask = pad_left(column(answers, "input_ids"), model.device)
+    inputs = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), "use_cache": False}
     with autocast(model.device):
-        return model(**inputs).logits[:, 0].float()
-
-
-def logits_of(model, ids, mask, keep, cache=None):
-    """Returns a policy's logits at the last `keep` positions, (rows, keep, vocabulary), or the values (rows,
-    keep, 1) of a model with a head `score`, which is read in float32. mask also covers what the cache has."""
-    positions = (mask.cumsum(1)[:, -ids.shape[1] :] - 1).clamp(min=0)
-    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-    inputs |= {"past_key_values": cache, "use_cache": cache is not None}
-    with autocast(model.device):
-        if not hasattr(model, "score"):
-            return model(**inputs, logits_to_keep=keep).logits
-        hidden = model.get_decoder()(**inputs).last_hidden_state[:, -keep:]
-    return model.score(hidden.float())
+        hidden = model.get_decoder()(ids, **inputs).last_hidden_state[:, -1]
+    return model.score(hidden.float())[:, 0]  # in float32
 
 
 def cut_by_length(rows):
@@ -559,10 +562,10 @@ def load_rows(specs, make_row):
     for position, spec in enumerate(specs, 1):
         where = f"the data set {spec}"
         try:
-            names = {name for key, name in spec.items() if key not in ("path", "type", "name", "split")}
+            columns = check_keys(spec)
             for number, record in enumerate(read_records(spec), 1):
                 where = f"{position}/{Path(spec['path']).name}:{number}"
-                if None in record or not names <= record.keys():
+                if None in record or not columns <= record.keys():
                     raise ValueError(f"{list(record)} lacks a column of {spec} (None: more fields)")
                 if spec["type"] in ("parquet", "hub"):  # they fill absent keys with None
                     record = {name: without_nulls(value) for name, value in record.items()}
@@ -578,6 +581,18 @@ def load_rows(specs, make_row):
     if specs and not kept:
         raise UserError(f"no row of {specs} can be trained")
     return kept
+
+
+# differs: the columns of pairs, with margins
+def check_keys(spec):
+    """Returns the columns that a data set names. Refuses keys that nothing reads."""
+    of_hub = {"name", "split"} if spec.get("type") == "hub" else set()
+    keys = spec.keys() - {"path", "type"} - of_hub
+    needed = keys - {"prompt", "tools", "margin"}
+    if not {"path", "type"} <= spec.keys() or needed != {"chosen", "rejected"}:
+        known = "path, type, prompt, chosen, rejected, margin, tools"
+        raise ValueError(f"the keys are {known}, and for hub name, split")
+    return {spec[key] for key in keys}
 
 
 def read_records(spec):
@@ -610,40 +625,86 @@ def without_nulls(value):
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
+# differs: turns of the assistant may be marked as not to be trained, and have thoughts
+def read_message(message):
+    """Returns a message of a chat, whose content is a text. Refuses what a chat template would misread."""
+    if not isinstance(message, dict):
+        raise ValueError(f"a chat is a list of messages, not of {message!r:.80}")
+    known = ["role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking"]
+    message = {key: x for key, x in message.items() if x is not None}  # parquet and json fill absent keys
+    marks = [message.pop(key) for key in ("weight", "train", "trainable", "loss_mask") if key in message]
+    content = message.get("content", "" if "tool_calls" in message else None)
+    if isinstance(content, list) and all(set(part) == {"type", "text"} for part in content):
+        content = "".join(column(content, "text"))
+    if not isinstance(content, str) or not set(message) <= set(known):
+        raise ValueError(f"a message has {', '.join(known)}, and its content is a text: {message!r:.200}")
+    if message.get("role") not in ("system", "developer", "user", "assistant", "tool"):
+        raise ValueError(f"a message has an unknown role: {message!r:.200}")
+    if not set(marks) <= {0, 1}:
+        raise ValueError(f"a weight is 0 (the message is not trained) or 1: {marks} of {message!r:.200}")
+    if 0 in marks:
+        message["weight"] = 0
+    if "tool_calls" in message:
+        message["tool_calls"] = list(map(read_call, message["tool_calls"]))
+    return {**message, "content": content}
+
+
+def read_call(call):
+    """Returns a tool call with its arguments as a dict. Many data sets have their JSON, which a chat template
+    would write as a text in quotes."""
+    function = dict(call.get("function", call))
+    if isinstance(function.get("arguments"), str):
+        with suppress(json.JSONDecodeError):
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+    if not isinstance(function.get("arguments", {}), dict):
+        raise ValueError(f"the arguments of a tool call are a dict or its JSON: {call!r:.200}")
+    return {**call, "function": function} if "function" in call else function
+
+
 def as_messages(prompt):
     """Returns the messages of a prompt, a text or a chat."""
-    if isinstance(prompt, list):
-        return prompt
-    if not isinstance(prompt, str):
-        raise ValueError(f"a prompt is a text or messages, not {prompt!r:.80}")
-    return [{"role": "user", "content": PROMPT_TEMPLATE.replace("{input}", prompt)}]
+    if isinstance(prompt, str) and prompt.strip():
+        return [{"role": "user", "content": PROMPT_TEMPLATE.replace("{input}", prompt)}]
+    if isinstance(prompt, list) and prompt:
+        return list(map(read_message, prompt))
+    raise ValueError(f"a prompt is a text or a list of messages, not {prompt!r:.80}")
+
+
+def as_answer(value):
+    """Returns an answer of the data, a text or messages. A whole number becomes a text, but a float has lost
+    the form that it had."""
+    if isinstance(value, list):
+        return list(map(read_message, value))
+    if type(value) not in (str, int, type(None)):
+        raise ValueError(f"an answer is a text or a list of messages, not {value!r:.80}")
+    return "" if value is None else str(value)
 
 
 def read_pair(record, spec):
     """Returns the prompt (a text or a chat) and the chosen and the rejected answer (texts or messages) of a
     record. Of whole chats the prompt is what both begin with, without the assistant's turns at its end."""
-    prompt = record[spec["prompt"]] if "prompt" in spec else []
+    prompt = record[spec["prompt"]] if "prompt" in spec else None
     chosen, rejected = as_answer(record[spec["chosen"]]), as_answer(record[spec["rejected"]])
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise ValueError("one answer is a text, the other messages")
-    if "prompt" not in spec and isinstance(chosen, str):
+    if isinstance(chosen, str) and ("prompt" not in spec or chosen.startswith("\n\nHuman:")):
         chosen, rejected = split_dialogue(chosen), split_dialogue(rejected)
-    if isinstance(chosen, str) or [turn["role"] for turn in chosen[:1] + rejected[:1]] == ["assistant"] * 2:
+    if isinstance(chosen, str):
+        return prompt, chosen, rejected
+    if "prompt" in spec and [turn["role"] for turn in chosen[:1] + rejected[:1]] == ["assistant"] * 2:
         return prompt, chosen, rejected
     is_equal = [mine == other for mine, other in zip(chosen, rejected)]
     count = [*is_equal, False].index(False)
     while count and chosen[count - 1]["role"] == "assistant":
         count -= 1
-    if count == 0 or (isinstance(prompt, list) and prompt and prompt != chosen[:count]):
+    if count == 0:
         raise ValueError("the chosen and the rejected chat do not begin with one prompt")
+    first = next((turn["content"] for turn in chosen[:count] if turn["role"] == "user"), None)
+    if prompt and isinstance(prompt, list):
+        prompt = as_messages(prompt)
+    if prompt and prompt not in (chosen[:count], first):
+        raise ValueError(f"the chats have another prompt than the column {spec['prompt']!r}: {prompt!r:.80}")
     return chosen[:count], chosen[count:], rejected[count:]
-
-
-def as_answer(value):
-    """Returns an answer of the data, a text or messages; a number becomes a text."""
-    if not isinstance(value, (list, str, int, float, type(None))):
-        raise ValueError(f"an answer is a text or messages, not {value!r:.80}")
-    return value if isinstance(value, list) else str("" if value is None else value)
 
 
 def split_dialogue(text):
@@ -660,68 +721,100 @@ def split_dialogue(text):
 
 def as_turns(answer):
     """Returns the messages of an answer, a text or messages."""
+    answer = as_answer(answer)
     return answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
 
 
 def is_trained_turn(turn):
-    """Returns whether a message is the assistant's and says something."""
-    says_something = turn.get("tool_calls") or str(turn.get("content") or "").strip()
-    return turn["role"] == "assistant" and bool(says_something)
+    """Returns whether a message is the assistant's, says something and is to be trained."""
+    says_something = turn.get("tool_calls") or turn["content"].strip()
+    return turn["role"] == "assistant" and bool(says_something) and turn.get("weight") != 0
 
 
 def read_tools(record, spec):
-    """Returns the tools of a record, for the chat template."""
-    tools = record.get(spec.get("tools"))
-    return json.loads(tools) if isinstance(tools, str) else tools
+    """Returns the tools of a record for the chat template, a list, or None."""
+    tools = record.get(spec.get("tools")) or None
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    if not isinstance(tools, (list, type(None))):
+        raise ValueError(f"tools are a list or its JSON, not {tools!r:.80}")
+    return tools
 
 
-# differs: an answer may be messages, and there may be tools
-def encode(tokenizer, prompt, answer=None, tools=None):
-    """Returns the ids of a prompt, a text or a chat, with its answer if given, a text or messages, in the
-    chat template. tools: for the template."""
-    messages = [*as_messages(prompt), *as_turns(answer or [])]
-    messages = [{key: x for key, x in message.items() if x is not None} for message in messages]
-    if SYSTEM_PROMPT is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": SYSTEM_PROMPT})
-    if tokenizer.chat_template:
-        options = {"tools": tools, "add_generation_prompt": answer is None, "return_dict": True}
-        return tokenizer.apply_chat_template(messages, **options)["input_ids"]
-    if isinstance(prompt, list) or isinstance(answer, list) or messages[0]["role"] == "system" or tools:
+def read_margin(value):
+    """Returns the margin of a pair, a number."""
+    with suppress(TypeError, ValueError):
+        if math.isfinite(float(value)):
+            return float(value)
+    raise ValueError(f"a margin is a finite number, not {value!r:.80}")
+
+
+def read_chat(tokenizer, prompt, answer, tools=None):
+    """Returns the messages of a prompt, a text or a chat, and those of its answer, a text or messages."""
+    before, turns = as_messages(prompt), as_turns(answer)
+    if [message["role"] for message in before[-1:] + turns[:1]] == ["assistant"] * 2:
+        raise ValueError("a prompt ends before the assistant's message, which is the answer")
+    if SYSTEM_PROMPT is not None and before[0]["role"] != "system":
+        before.insert(0, {"role": "system", "content": SYSTEM_PROMPT})
+    is_chat = isinstance(prompt, list) or isinstance(answer, list) or len(before) > 1 or tools
+    if is_chat and not tokenizer.chat_template:
         raise UserError("chats, tools and SYSTEM_PROMPT need a tokenizer with a chat template")
-    text = messages[0]["content"]
-    if answer is not None:
-        text += answer + tokenizer.eos_token
-    ids = tokenizer(text)["input_ids"]
-    if answer is None and ids[-1:] == [tokenizer.eos_token_id]:  # some append EOS to every text
-        ids = ids[:-1]
-    if not ids:
-        raise ValueError("a prompt without a token")
+    return before, turns
+
+
+def render(tokenizer, messages, tools=None, is_open=False):
+    """Returns the text of a chat in the chat template, if there is one. is_open: an answer follows."""
+    if tokenizer.chat_template:
+        options = {"tools": tools, "add_generation_prompt": is_open, "tokenize": False}
+        return tokenizer.apply_chat_template(messages, **options)
+    text = "".join(column(messages, "content"))
+    return text if is_open else text + tokenizer.eos_token
+
+
+def tokenize(tokenizer, text, is_open=False):
+    """Returns the ids of a text. is_open: an answer follows."""
+    text.encode()  # fails for half an emoji
+    ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+    if is_open and not tokenizer.chat_template and ids[-1:] == [tokenizer.eos_token_id]:
+        return ids[:-1]  # some append EOS to every text
     return ids
 
 
-def check_tools(tokenizer, prompt, answer, tools):
-    """Refuses a chat template that shows nothing of a chat's tools, or of its tool calls."""
-    messages = [*as_messages(prompt), *as_turns(answer)]
-    ids = encode(tokenizer, prompt, answer, tools)
-    if tools and encode(tokenizer, prompt, answer) == ids:
+def check_shown(tokenizer, messages, tools, text):
+    """Refuses a chat template whose text shows nothing of a chat's tools, calls, thoughts or prompts."""
+    if tools and render(tokenizer, messages) == text:
         raise ValueError("the chat template shows no tools: take one that does")
-    if any(message.get("tool_calls") for message in messages):
-        bare = [
-            {**message, "tool_calls": None, "content": message.get("content") or ""} for message in messages
-        ]
-        if encode(tokenizer, bare, [], tools) == ids:
-            raise ValueError("the chat template shows no tool calls: take one that does")
+    for hidden in ("tool_calls", "reasoning_content", "thinking"):
+        bare = [{key: x for key, x in message.items() if key != hidden or not x} for message in messages]
+        if bare != messages and render(tokenizer, bare, tools) == text:
+            raise ValueError(f"the chat template shows no {hidden}: take one that does")
+    for message in messages:
+        for key in ("content", "reasoning_content", "thinking"):
+            is_needed = key != "content" or message["role"] in ("system", "user")
+            if is_needed and message.get(key, "").strip() not in text:
+                raise ValueError(f"the chat template does not show the {message['role']}'s {key}")
+
+
+# differs: what is read of a prompt and its answer
+def encode(tokenizer, prompt, answer, tools=None):
+    """Returns the ids of a prompt with its answer, texts or messages, up to the answer's first EOS."""
+    before, turns = read_chat(tokenizer, prompt, answer, tools)
+    for turn in turns:
+        if turn["role"] == "assistant" and tokenizer.eos_token:
+            turn["content"] = turn["content"].split(tokenizer.eos_token)[0]
+    text = render(tokenizer, before + turns, tools)
+    check_shown(tokenizer, before + turns, tools, text)
+    return tokenize(tokenizer, text)
 
 
 def encode_scored(model, tokenizer, prompt, answer, tools=None):
     """Returns what a model reads of a prompt with its answer, {"input_ids", ...}: a decoder (it has a head
     `score`) the chat, an encoder a pair of texts."""
-    if not hasattr(model, "score"):
-        if not isinstance(prompt, str) or not isinstance(answer, str):
-            raise ValueError("an encoder reads texts, not chats: take a language model as BASE_MODEL")
-        return dict(tokenizer(prompt, answer))
-    check_tools(tokenizer, prompt, answer, tools)
-    return {"input_ids": encode(tokenizer, prompt, answer, tools)}
+    if hasattr(model, "score"):
+        return {"input_ids": encode(tokenizer, prompt, answer, tools)}
+    if not isinstance(prompt, str) or not isinstance(answer, str):
+        raise ValueError("an encoder reads texts, not chats: take a language model as BASE_MODEL")
+    (prompt + answer).encode()  # fails for half an emoji
+    return dict(tokenizer(prompt, answer))
 
 
 def column(rows, field):

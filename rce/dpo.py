@@ -44,7 +44,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from datetime import datetime, timedelta
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -214,8 +214,11 @@ class DPOTrainer:
         rows = self.train_rows + self.eval_rows
         answers = column(rows, "chosen_answer") + column(rows, "rejected_answer")
         self.ids = set(chain(self.end_ids, *column(answers, "ids")))
-        longest = max(map(len, column(rows, "ids")))
-        check_limits(self.actor, self.ids, longest)
+        lengths = list(map(len, column(rows, "ids")))
+        if self.accuracy_function:
+            sampled = [row for row in self.eval_rows if row["answer"] is not None]
+            lengths += [len(row["prompt_ids"]) + MAX_NEW_TOKENS for row in sampled]
+        check_limits(self.actor, self.ids, max(lengths))
         self.add_reference(rows)
         self.steps_per_epoch = math.ceil(len(self.train_rows) / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
         steps = NUM_EPOCHS * self.steps_per_epoch
@@ -240,7 +243,7 @@ class DPOTrainer:
             row[f"{name}_answer"] = encode_answer(self.tokenizer, prompt, row[name], self.end_ids, tools)
         answers = row["chosen_answer"], row["rejected_answer"]
         row["ids"] = max(column(answers, "ids"), key=len)  # the longer one, by which pairs are sorted
-        row["answer"] = record.get(spec.get("output"))
+        row["answer"] = as_answer(record.get(spec.get("output"))) or None
         if not all(1 in answer["mask"] for answer in answers):
             row["left_out"] = "without an answer"
         elif len(row["ids"]) > MAX_TOKENS:
@@ -386,11 +389,6 @@ class DPOTrainer:
         model.generation_config = own_config
         texts = dict(chain(*(part.items() for part in all_gather(texts))))
         return [texts[place] for place in range(len(prompts))]
-
-    # differs: transformers' generate() samples
-    def generate_response(self, prompt, greedy=True):
-        """Returns one response to a prompt, a text or a chat."""
-        return self.respond([encode(self.tokenizer, prompt)], greedy)[0]
 
     def record(self, rows, metrics, seconds):
         """Logs the step's metrics, some of its pairs, and its line on the terminal."""
@@ -678,10 +676,10 @@ def load_rows(specs, make_row):
     for position, spec in enumerate(specs, 1):
         where = f"the data set {spec}"
         try:
-            names = {name for key, name in spec.items() if key not in ("path", "type", "name", "split")}
+            columns = check_keys(spec)
             for number, record in enumerate(read_records(spec), 1):
                 where = f"{position}/{Path(spec['path']).name}:{number}"
-                if None in record or not names <= record.keys():
+                if None in record or not columns <= record.keys():
                     raise ValueError(f"{list(record)} lacks a column of {spec} (None: more fields)")
                 if spec["type"] in ("parquet", "hub"):  # they fill absent keys with None
                     record = {name: without_nulls(value) for name, value in record.items()}
@@ -697,6 +695,18 @@ def load_rows(specs, make_row):
     if specs and not kept:
         raise UserError(f"no row of {specs} can be trained")
     return kept
+
+
+# differs: the columns of pairs, with gold answers
+def check_keys(spec):
+    """Returns the columns that a data set names. Refuses keys that nothing reads."""
+    of_hub = {"name", "split"} if spec.get("type") == "hub" else set()
+    keys = spec.keys() - {"path", "type"} - of_hub
+    needed = keys - {"prompt", "tools", "output"}
+    if not {"path", "type"} <= spec.keys() or needed != {"chosen", "rejected"}:
+        known = "path, type, prompt, chosen, rejected, output, tools"
+        raise ValueError(f"the keys are {known}, and for hub name, split")
+    return {spec[key] for key in keys}
 
 
 def read_records(spec):
@@ -729,40 +739,86 @@ def without_nulls(value):
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
+# differs: turns of the assistant may be marked as not to be trained, and have thoughts
+def read_message(message):
+    """Returns a message of a chat, whose content is a text. Refuses what a chat template would misread."""
+    if not isinstance(message, dict):
+        raise ValueError(f"a chat is a list of messages, not of {message!r:.80}")
+    known = ["role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking"]
+    message = {key: x for key, x in message.items() if x is not None}  # parquet and json fill absent keys
+    marks = [message.pop(key) for key in ("weight", "train", "trainable", "loss_mask") if key in message]
+    content = message.get("content", "" if "tool_calls" in message else None)
+    if isinstance(content, list) and all(set(part) == {"type", "text"} for part in content):
+        content = "".join(column(content, "text"))
+    if not isinstance(content, str) or not set(message) <= set(known):
+        raise ValueError(f"a message has {', '.join(known)}, and its content is a text: {message!r:.200}")
+    if message.get("role") not in ("system", "developer", "user", "assistant", "tool"):
+        raise ValueError(f"a message has an unknown role: {message!r:.200}")
+    if not set(marks) <= {0, 1}:
+        raise ValueError(f"a weight is 0 (the message is not trained) or 1: {marks} of {message!r:.200}")
+    if 0 in marks:
+        message["weight"] = 0
+    if "tool_calls" in message:
+        message["tool_calls"] = list(map(read_call, message["tool_calls"]))
+    return {**message, "content": content}
+
+
+def read_call(call):
+    """Returns a tool call with its arguments as a dict. Many data sets have their JSON, which a chat template
+    would write as a text in quotes."""
+    function = dict(call.get("function", call))
+    if isinstance(function.get("arguments"), str):
+        with suppress(json.JSONDecodeError):
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+    if not isinstance(function.get("arguments", {}), dict):
+        raise ValueError(f"the arguments of a tool call are a dict or its JSON: {call!r:.200}")
+    return {**call, "function": function} if "function" in call else function
+
+
 def as_messages(prompt):
     """Returns the messages of a prompt, a text or a chat."""
-    if isinstance(prompt, list):
-        return prompt
-    if not isinstance(prompt, str):
-        raise ValueError(f"a prompt is a text or messages, not {prompt!r:.80}")
-    return [{"role": "user", "content": PROMPT_TEMPLATE.replace("{input}", prompt)}]
+    if isinstance(prompt, str) and prompt.strip():
+        return [{"role": "user", "content": PROMPT_TEMPLATE.replace("{input}", prompt)}]
+    if isinstance(prompt, list) and prompt:
+        return list(map(read_message, prompt))
+    raise ValueError(f"a prompt is a text or a list of messages, not {prompt!r:.80}")
+
+
+def as_answer(value):
+    """Returns an answer of the data, a text or messages. A whole number becomes a text, but a float has lost
+    the form that it had."""
+    if isinstance(value, list):
+        return list(map(read_message, value))
+    if type(value) not in (str, int, type(None)):
+        raise ValueError(f"an answer is a text or a list of messages, not {value!r:.80}")
+    return "" if value is None else str(value)
 
 
 def read_pair(record, spec):
     """Returns the prompt (a text or a chat) and the chosen and the rejected answer (texts or messages) of a
     record. Of whole chats the prompt is what both begin with, without the assistant's turns at its end."""
-    prompt = record[spec["prompt"]] if "prompt" in spec else []
+    prompt = record[spec["prompt"]] if "prompt" in spec else None
     chosen, rejected = as_answer(record[spec["chosen"]]), as_answer(record[spec["rejected"]])
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise ValueError("one answer is a text, the other messages")
-    if "prompt" not in spec and isinstance(chosen, str):
+    if isinstance(chosen, str) and ("prompt" not in spec or chosen.startswith("\n\nHuman:")):
         chosen, rejected = split_dialogue(chosen), split_dialogue(rejected)
-    if isinstance(chosen, str) or [turn["role"] for turn in chosen[:1] + rejected[:1]] == ["assistant"] * 2:
+    if isinstance(chosen, str):
+        return prompt, chosen, rejected
+    if "prompt" in spec and [turn["role"] for turn in chosen[:1] + rejected[:1]] == ["assistant"] * 2:
         return prompt, chosen, rejected
     is_equal = [mine == other for mine, other in zip(chosen, rejected)]
     count = [*is_equal, False].index(False)
     while count and chosen[count - 1]["role"] == "assistant":
         count -= 1
-    if count == 0 or (isinstance(prompt, list) and prompt and prompt != chosen[:count]):
+    if count == 0:
         raise ValueError("the chosen and the rejected chat do not begin with one prompt")
+    first = next((turn["content"] for turn in chosen[:count] if turn["role"] == "user"), None)
+    if prompt and isinstance(prompt, list):
+        prompt = as_messages(prompt)
+    if prompt and prompt not in (chosen[:count], first):
+        raise ValueError(f"the chats have another prompt than the column {spec['prompt']!r}: {prompt!r:.80}")
     return chosen[:count], chosen[count:], rejected[count:]
-
-
-def as_answer(value):
-    """Returns an answer of the data, a text or messages; a number becomes a text."""
-    if not isinstance(value, (list, str, int, float, type(None))):
-        raise ValueError(f"an answer is a text or messages, not {value!r:.80}")
-    return value if isinstance(value, list) else str("" if value is None else value)
 
 
 def split_dialogue(text):
@@ -779,83 +835,136 @@ def split_dialogue(text):
 
 def as_turns(answer):
     """Returns the messages of an answer, a text or messages."""
+    answer = as_answer(answer)
     return answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
 
 
 def is_trained_turn(turn):
-    """Returns whether a message is the assistant's and says something."""
-    says_something = turn.get("tool_calls") or str(turn.get("content") or "").strip()
-    return turn["role"] == "assistant" and bool(says_something)
+    """Returns whether a message is the assistant's, says something and is to be trained."""
+    says_something = turn.get("tool_calls") or turn["content"].strip()
+    return turn["role"] == "assistant" and bool(says_something) and turn.get("weight") != 0
 
 
 def read_tools(record, spec):
-    """Returns the tools of a record, for the chat template."""
-    tools = record.get(spec.get("tools"))
-    return json.loads(tools) if isinstance(tools, str) else tools
+    """Returns the tools of a record for the chat template, a list, or None."""
+    tools = record.get(spec.get("tools")) or None
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    if not isinstance(tools, (list, type(None))):
+        raise ValueError(f"tools are a list or its JSON, not {tools!r:.80}")
+    return tools
 
 
-# differs: an answer may be messages, and there may be tools
-def encode(tokenizer, prompt, answer=None, tools=None):
-    """Returns the ids of a prompt, a text or a chat, with its answer if given, a text or messages, in the
-    chat template. tools: for the template."""
-    messages = [*as_messages(prompt), *as_turns(answer or [])]
-    messages = [{key: x for key, x in message.items() if x is not None} for message in messages]
-    if SYSTEM_PROMPT is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": SYSTEM_PROMPT})
-    if tokenizer.chat_template:
-        options = {"tools": tools, "add_generation_prompt": answer is None, "return_dict": True}
-        return tokenizer.apply_chat_template(messages, **options)["input_ids"]
-    if isinstance(prompt, list) or isinstance(answer, list) or messages[0]["role"] == "system" or tools:
+def read_chat(tokenizer, prompt, answer, tools=None):
+    """Returns the messages of a prompt, a text or a chat, and those of its answer, a text or messages."""
+    before, turns = as_messages(prompt), as_turns(answer)
+    if [message["role"] for message in before[-1:] + turns[:1]] == ["assistant"] * 2:
+        raise ValueError("a prompt ends before the assistant's message, which is the answer")
+    if SYSTEM_PROMPT is not None and before[0]["role"] != "system":
+        before.insert(0, {"role": "system", "content": SYSTEM_PROMPT})
+    is_chat = isinstance(prompt, list) or isinstance(answer, list) or len(before) > 1 or tools
+    if is_chat and not tokenizer.chat_template:
         raise UserError("chats, tools and SYSTEM_PROMPT need a tokenizer with a chat template")
-    text = messages[0]["content"]
-    if answer is not None:
-        text += answer + tokenizer.eos_token
-    ids = tokenizer(text)["input_ids"]
-    if answer is None and ids[-1:] == [tokenizer.eos_token_id]:  # some append EOS to every text
-        ids = ids[:-1]
-    if not ids:
-        raise ValueError("a prompt without a token")
+    return before, turns
+
+
+def render(tokenizer, messages, tools=None, is_open=False):
+    """Returns the text of a chat in the chat template, if there is one. is_open: an answer follows."""
+    if tokenizer.chat_template:
+        options = {"tools": tools, "add_generation_prompt": is_open, "tokenize": False}
+        return tokenizer.apply_chat_template(messages, **options)
+    text = "".join(column(messages, "content"))
+    return text if is_open else text + tokenizer.eos_token
+
+
+def tokenize(tokenizer, text, is_open=False):
+    """Returns the ids of a text. is_open: an answer follows."""
+    text.encode()  # fails for half an emoji
+    ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+    if is_open and not tokenizer.chat_template and ids[-1:] == [tokenizer.eos_token_id]:
+        return ids[:-1]  # some append EOS to every text
     return ids
 
 
-def check_tools(tokenizer, prompt, answer, tools):
-    """Refuses a chat template that shows nothing of a chat's tools, or of its tool calls."""
-    messages = [*as_messages(prompt), *as_turns(answer)]
-    ids = encode(tokenizer, prompt, answer, tools)
-    if tools and encode(tokenizer, prompt, answer) == ids:
+def check_shown(tokenizer, messages, tools, text):
+    """Refuses a chat template whose text shows nothing of a chat's tools, calls, thoughts or prompts."""
+    if tools and render(tokenizer, messages) == text:
         raise ValueError("the chat template shows no tools: take one that does")
-    if any(message.get("tool_calls") for message in messages):
-        bare = [
-            {**message, "tool_calls": None, "content": message.get("content") or ""} for message in messages
-        ]
-        if encode(tokenizer, bare, [], tools) == ids:
-            raise ValueError("the chat template shows no tool calls: take one that does")
+    for hidden in ("tool_calls", "reasoning_content", "thinking"):
+        bare = [{key: x for key, x in message.items() if key != hidden or not x} for message in messages]
+        if bare != messages and render(tokenizer, bare, tools) == text:
+            raise ValueError(f"the chat template shows no {hidden}: take one that does")
+    for message in messages:
+        for key in ("content", "reasoning_content", "thinking"):
+            is_needed = key != "content" or message["role"] in ("system", "user")
+            if is_needed and message.get(key, "").strip() not in text:
+                raise ValueError(f"the chat template does not show the {message['role']}'s {key}")
+
+
+def find_turn(tokenizer, messages, number, text, tools):
+    """Returns where a turn stands in the text of its chat: what the policy writes begins at the first place
+    and ends before the second. Refuses a template that writes the turn otherwise if another follows."""
+    before = render(tokenizer, messages[:number], tools, is_open=True)
+    after = render(tokenizer, messages[: number + 1], tools)
+    if not after.startswith(before) or not text.startswith(after):
+        hint = "give each turn a row: input, output"
+        raise ValueError(f"the chat template writes a turn otherwise if another follows: {hint}")
+    return len(before), len(after)
+
+
+def find_turns(tokenizer, messages, numbers, text, tools):
+    """Returns what find_turn() does for several turns, but in one pass: it writes the chat anew for each of
+    them, which took 100 passes for 100 answers. In a second writing of the chat marks enclose the words of
+    the other roles. The turns stand between; find_turn() says once for each role how one begins."""
+    mark, marked, places = "\ue000", list(messages), {}
+    for number, message in enumerate(messages):
+        words = message["content"].strip()
+        if message["role"] != "assistant" and words:
+            places[number] = 2 * len(places) + 1  # of its words among the pieces
+            marked[number] = {**message, "content": message["content"].replace(words, mark + words + mark)}
+    pieces = render(tokenizer, marked, tools).split(mark)
+    ends = list(accumulate(map(len, pieces)))
+    if "".join(pieces) != text or len(pieces) != 2 * len(places) + 1:
+        places = {}  # the marks changed what the template writes
+    openings, turns = {}, []  # what stands between the words of a role and the answer
+    for number in numbers:
+        question, place = messages[number - 1], places.get(number - 1)
+        key = question["role"], question["content"][len(question["content"].rstrip()) :]
+        if place and key in openings and text.startswith(openings[key], ends[place]):
+            turn = ends[place] + len(openings[key]), ends[place + 1]
+            if messages[number]["content"].strip() in text[slice(*turn)]:
+                turns.append(turn)
+                continue
+        turns.append(find_turn(tokenizer, messages, number, text, tools))
+        if place:
+            openings[key] = text[ends[place] : turns[-1][0]]
+    return turns
 
 
 def encode_answer(tokenizer, prompt, answer, end_ids, tools=None):
     """Returns the ids of a prompt with its answer, and the mask of those that are trained, {"ids", "mask"}:
     every turn of the assistant in the answer, up to its first end token, where sampling stops, too. What
     follows the last one is cut off. An empty turn is not trained."""
-    check_tools(tokenizer, prompt, answer, tools)
-    ids = encode(tokenizer, prompt, answer, tools)
+    before, turns = read_chat(tokenizer, prompt, answer, tools)
+    messages = before + turns
+    text = render(tokenizer, messages, tools)
+    check_shown(tokenizer, messages, tools, text)
+    numbers = [n for n in range(len(before), len(messages)) if is_trained_turn(messages[n])]
+    ids = tokenize(tokenizer, text)
     mask = [0] * len(ids)
-    turns = as_turns(answer)
-    for number, turn in enumerate(turns):
-        if not is_trained_turn(turn):
-            continue
-        before = [*as_messages(prompt), *turns[:number]] if number else prompt
-        start = encode(tokenizer, before, None, tools)
-        stop = encode(tokenizer, prompt, turns[: number + 1], tools) if number + 1 < len(turns) else ids
-        if stop[: len(start)] != start or ids[: len(stop)] != stop:
-            fault = "the tokenizer joins the prompt with its answer, or the chat template writes a turn"
-            hint = "end PROMPT_TEMPLATE with a line break, or give each turn a row: input, output"
-            raise ValueError(f"{fault} otherwise if another follows: {hint}")
-        ends = [t for t in range(len(start), len(stop)) if stop[t] in end_ids]
-        if not ends:
+    place, first, end = 0, 0, -1  # a place in the text, its token, and the last token that is trained
+    for start, stop in find_turns(tokenizer, messages, numbers, text, tools):
+        piece = tokenize(tokenizer, text[place:start], is_open=True)
+        if ids[first : first + len(piece)] != piece:  # some begin every text with a blank
+            piece = tokenize(tokenizer, text[:start], is_open=True)[first:]
+        if ids[first : first + len(piece)] != piece:
+            hint = "end PROMPT_TEMPLATE with a line break"
+            raise ValueError(f"the tokenizer joins a prompt with its answer: {hint}")
+        place, first = start, first + len(piece)
+        end = next((t for t in range(first, len(ids)) if ids[t] in end_ids), None)
+        if end is None or tokenizer.decode([ids[end]]) not in text[start:stop]:
             raise ValueError(f"nothing ends the answer: sampling stops at {tokenizer.decode(end_ids)!r}")
-        mask[len(start) : ends[0] + 1] = [1] * (ends[0] + 1 - len(start))
-    length = max((t for t, is_trained in enumerate(mask, 1) if is_trained), default=0)
-    return {"ids": ids[:length], "mask": mask[:length]}
+        mask[first : end + 1] = [1] * (end + 1 - first)
+    return {"ids": ids[: end + 1], "mask": mask[: end + 1]}
 
 
 def column(rows, field):

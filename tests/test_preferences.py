@@ -249,18 +249,17 @@ def test_tool_calls_of_both_answers_are_read_also_from_parquet(make, chat_policy
     assert texts[0].removesuffix("\n") == f"{before}{shown.format('add')}\n{START}tool\n2{END}\n{ASK}2{END}"
     assert texts[1].removesuffix("\n") == before + shown.format("sub")
     hidden = chat_policy(CHATML.replace("m.tool_calls or []", "[]"))
-    with pytest.raises(ValueError, match="1/pairs:1.*shows no tool calls"):
+    with pytest.raises(ValueError, match="1/pairs:1.*shows no tool_calls"):
         make(path, **{MODEL[path]: hidden}, **options)
 
 
 @of_pairs
 def test_pairs_that_teach_nothing_are_left_out_and_counted(make, tmp_path, capsys, path):
-    """Equal answers also where only what is read is equal: DPO reads an answer up to its first end."""
+    """Equal answers also where only what is read is equal: an answer is read up to its first end."""
     good = {"prompt": "1+1=?", "chosen": "2", "rejected": "3"}
     odd = [{"chosen": "3"}, {"chosen": ""}, {"rejected": None}, {"chosen": " "}, {"rejected": "5" * 50}]
     odd.append({"chosen": "q", "rejected": "z"})  # two letters that the tokenizer does not know
-    if path == DPO:
-        odd.append({"chosen": "2<eos>1", "rejected": "2<eos>"})
+    odd.append({"chosen": "2<eos>1", "rejected": "2<eos>"})
     rows = [good, *(good | change for change in odd)]
     data = spec_of(write_rows(tmp_path / "pairs.jsonl", *rows), **PAIRS)
     options = {"TRAIN_DATASETS": data, "EVAL_DATASETS": []}
@@ -269,17 +268,24 @@ def test_pairs_that_teach_nothing_are_left_out_and_counted(make, tmp_path, capsy
     shown, count = capsys.readouterr().out, len(rows)
     assert f"left out 1 of {count} rows, longer than MAX_TOKENS; the first is 1/pairs.jsonl:6" in shown
     assert f"left out 3 of {count} rows, without an answer; the first is 1/pairs.jsonl:3" in shown
-    equal = 2 + (path == DPO)
-    assert f"left out {equal} of {count} rows, whose answers are equal; the first is 1/pairs.jsonl:2" in shown
+    assert f"left out 3 of {count} rows, whose answers are equal; the first is 1/pairs.jsonl:2" in shown
 
 
 @of_pairs
 @pytest.mark.parametrize(
-    "chosen, rejected, message",
-    [("2", "3", "Human: Hi"), (ONE + IS_2, [user("2+2?"), bot("4")], "do not begin with")],
+    "record, message",
+    [
+        ({"chosen": "2", "rejected": "3"}, "Human: Hi"),
+        ({"chosen": ONE + IS_2, "rejected": [user("2+2?"), bot("4")]}, "do not begin with"),
+        ({"prompt": "Be brief", "chosen": ONE + IS_2, "rejected": ONE + IS_3}, "another prompt.*Be brief"),
+        ({"prompt": [user("2+2?")], "chosen": ONE + IS_2, "rejected": ONE + IS_3}, "another prompt"),
+        ({"prompt": "2+2?", "chosen": f"{DIALOGUE}3", "rejected": f"{DIALOGUE}4"}, "another prompt"),
+        ({"prompt": "1+1?", "chosen": "2", "rejected": 3.0}, "an answer is a text.*3.0"),
+        ({"prompt": "1+1?", "chosen": "2 \ud83d", "rejected": "3"}, "surrogates"),
+        ({"prompt": ONE, "chosen": [bot("2", thinking="1")], "rejected": IS_3}, "shows no thinking"),
+    ],
 )
-def test_wrong_pairs_are_refused_in_one_line(make, chat_policy, tmp_path, path, chosen, rejected, message):
-    record = {"chosen": chosen, "rejected": rejected}
+def test_wrong_pairs_are_refused_in_one_line(make, chat_policy, tmp_path, path, record, message):
     data = spec_of(write_rows(tmp_path / "pairs.jsonl", record), **{name: name for name in record})
     with pytest.raises(ValueError, match=f"pairs.jsonl:1.*{message}") as error:
         make(path, **{MODEL[path]: chat_policy(), "TRAIN_DATASETS": data})
@@ -336,6 +342,31 @@ def test_ppo_is_rewarded_by_what_was_trained(make, tmp_path, base, rank):
     assert resumed.reward_model_score(prompts, answers).tolist() == pytest.approx(scores.tolist(), abs=1e-5)
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("pad", ["<eos>", None])
+def test_transformers_reads_the_score_at_the_same_token_padded_on_either_side(make, tmp_path, pad, rank):
+    """All texts end in EOS, so it must not be the pad token. A run goes on with the same one."""
+    base = encoder(tmp_path / "base", BASES["a decoder of absolute positions"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY / "policy")
+    tokenizer.pad_token = pad
+    tokenizer.save_pretrained(base)
+    options = {"BASE_MODEL": base, "LORA_RANK": rank, "LEARNING_RATE": 1e-2, "WARMUP_STEPS": 0}
+    make(RM, **options, MAX_STEPS=1).train()
+    trainer = make(RM, **options, RESUME="yes")
+    trainer.train()
+    prompts, answers = ["1+1=?", "What is 12+30?"], ["2", "12+30=42"]
+    scores = trainer.reward_model_score(prompts, answers).tolist()
+    trainer.save_best()
+    best = tmp_path / "run/best/reward_model"
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(best)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(best)
+    texts = [f"{prompt}\n{answer}<eos>" for prompt, answer in zip(prompts, answers)]
+    for side in ("left", "right"):
+        batch = tokenizer(texts, padding=True, padding_side=side, return_tensors="pt")
+        batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        assert model(**batch).logits[:, 0].tolist() == pytest.approx(scores, abs=1e-4)
+
+
 def test_an_encoder_reads_no_chats(make, tmp_path):
     record = {"prompt": ONE, "chosen": "2", "rejected": "3"}
     data = spec_of(write_rows(tmp_path / "pairs.jsonl", record), **PAIRS)
@@ -353,6 +384,43 @@ def test_margins_come_from_their_column(make, tmp_path):
     rows = [{**pair, "margin": margin} for margin in (0, 1.5, "2")]
     data = spec_of(write_rows(tmp_path / "pairs.jsonl", *rows), **PAIRS, margin="margin")
     assert [row["margin"] for row in make(RM, TRAIN_DATASETS=data).train_rows] == [0.0, 1.5, 2.0]
+
+
+@pytest.mark.parametrize("margin", [None, "", float("nan"), float("inf"), "much"])
+def test_a_margin_that_is_no_number_is_refused(make, tmp_path, margin):
+    rows = [{"prompt": "1+1=?", "chosen": "2", "rejected": "3", "margin": x} for x in (1, margin)]
+    data = spec_of(write_rows(tmp_path / "pairs.jsonl", *rows), **PAIRS, margin="margin")
+    with pytest.raises(ValueError, match="pairs.jsonl:2.*a margin is a finite number"):
+        make(RM, TRAIN_DATASETS=data)
+
+
+def test_gold_answers_are_texts_or_none(make, tmp_path):
+    rows = [
+        {"prompt": "1+1=?", "chosen": "2", "rejected": "3", "gold": x} for x in ("#### 2", 2, None, "", 2.0)
+    ]
+    data = spec_of(write_rows(tmp_path / "pairs.jsonl", *rows[:4]), **PAIRS, output="gold")
+    trainer = make(DPO, TRAIN_DATASETS=data)
+    assert [row["answer"] for row in trainer.train_rows] == ["#### 2", "2", None, None]
+    write_rows(tmp_path / "pairs.jsonl", *rows)
+    with pytest.raises(ValueError, match="pairs.jsonl:5.*an answer is a text"):
+        make(DPO, TRAIN_DATASETS=data)
+
+
+WRONG_KEYS = [
+    (SFT, "tool"),
+    (SFT, "messages"),
+    (RM, "margins"),
+    (RM, "output"),
+    (DPO, "answer"),
+    (DPO, "split"),
+]
+
+
+@pytest.mark.parametrize("path, key", WRONG_KEYS)
+def test_a_key_of_a_data_set_that_nothing_reads_is_refused(make, path, key):
+    spec = make(path).module.TRAIN_DATASETS[0]
+    with pytest.raises(ValueError, match="the keys are path, type, "):
+        make(path, TRAIN_DATASETS=[{**spec, key: "prompt"}])
 
 
 # ---------------------------------------------------------------- the programs that make the data

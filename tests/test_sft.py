@@ -72,12 +72,14 @@ def test_a_step_is_that_of_transformers_own_loss(make, size):
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
 CALLS, RESULT = {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "3"}
+JSON_CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
 SHOWN = '<call>{"name": "add", "arguments": {"a": 1, "b": 2}}</call>'
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 HI, ASK = f"{START}user\nHi{END}\n", f"{START}assistant\n"
 GOOD = {"messages": [user("Hi"), bot("Yes?")]}
 TWO_TURNS = {"messages": [*GOOD["messages"], user("Bye"), bot("So long")]}
 FIRST = f"{HI}{ASK}[Yes?{END}]"
+TEXT, IMAGE = {"type": "text", "text": "Hi"}, {"type": "image", "image": "cat.png"}
 CHATS = {
     "every turn": (TWO_TURNS["messages"], f"{FIRST}\n{START}user\nBye{END}\n{ASK}[So long{END}]"),
     "calls of tools, not their results": (
@@ -87,6 +89,12 @@ CHATS = {
     "a call beside words": ([user("Hi"), bot("Wait", tool_calls=[CALL])], f"{HI}{ASK}[Wait{SHOWN}{END}]"),
     "not the first message": ([bot("Welcome"), *GOOD["messages"]], f"{ASK}Welcome{END}\n{FIRST}"),
     "no empty turn, nothing after": ([*GOOD["messages"], user("Bye"), bot(" "), user("Hi")], FIRST),
+    "arguments that are given as JSON": (
+        [user("Hi"), bot(None, tool_calls=[JSON_CALL])],
+        f"{HI}{ASK}[{SHOWN}{END}]",
+    ),
+    "no calls and no thoughts": ([user("Hi"), bot("Yes?", tool_calls=[], thinking="")], FIRST),
+    "parts that are texts": ([user([TEXT]), bot([TEXT, TEXT])], f"{HI}{ASK}[HiHi{END}]"),
     "up to the first end of an answer": ([user("Hi"), bot(f"Yes{END}No")], f"{HI}{ASK}[Yes{END}]"),
 }
 
@@ -95,6 +103,46 @@ CHATS = {
 def test_of_a_chat_is_trained(make_rows, case):
     messages, wanted = CHATS[case]
     assert make_rows({"messages": messages}) == [wanted]
+
+
+@pytest.mark.parametrize("mark", ["weight", "train", "trainable", "loss_mask"])
+@pytest.mark.parametrize("value", [0, False, 0.0])
+def test_a_turn_that_is_marked_is_not_trained(make_rows, mark, value):
+    messages = [user("Hi"), bot("No", **{mark: value}), user("Hi"), bot("Yes?", **{mark: 1})]
+    assert make_rows({"messages": messages}) == [f"{HI}{ASK}No{END}\n{FIRST}"]
+
+
+def test_thoughts_are_trained_if_the_template_shows_them(make_rows):
+    template = CHATML.replace("{{ m.content", "{{ m.thinking or '' }}{{ m.content")
+    (row,) = make_rows({"messages": [user("Hi"), bot("Yes?", thinking="Hm. ")]}, template=template)
+    assert row == f"{HI}{ASK}[Hm. Yes?{END}]"
+
+
+TRIMS = CHATML.replace("{{ m.content or '' }}", "{{ (m.content or '') | trim }}")
+COUNTS = CHATML.replace("{{ m.content or '' }}", "{{ m.content | length }} {{ m.content }}")
+
+
+@pytest.mark.parametrize("template, most", [(CHATML, 12), (TRIMS, 12), (COUNTS, 1000)])
+def test_a_long_chat_is_written_a_few_times_and_its_turns_are_where_they_are_one_by_one(
+    make, chat_policy, template, most
+):
+    """A template on whose words a mark would have an effect is asked for each turn."""
+    module = make(SFT).module
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chat_policy(template))
+    messages = []
+    for number in range(40):
+        question = user("A" * (number % 3) + " B" + "\n" * (number % 2))
+        messages += [question, CALLS, {"role": "tool", "content": "3"}, bot(f" {number}\n")]
+    messages = list(map(module.read_message, messages))
+    text = module.render(tokenizer, messages)
+    numbers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    one_by_one = [module.find_turn(tokenizer, messages, n, text, None) for n in numbers]
+    written, apply = [], tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda *a, **options: written.append(1) or apply(*a, **options)
+    found = module.find_turns(tokenizer, messages, numbers, text, None)
+    assert len(found) == 80 and len(written) <= most
+    for (start, stop), (wanted, end) in zip(found, one_by_one):
+        assert start == wanted and text[end:stop].strip() in ("", f"{START}user", f"{START}tool")
 
 
 def test_the_answer_to_a_prompt_may_be_messages(make_rows):
@@ -159,11 +207,43 @@ NO_CALLS = CHATML.replace("m.tool_calls or []", "[]")
 NO_HISTORY = CHATML.replace("m.content or ''", "m.content if loop.last or m.role != 'assistant' else 'cut'")
 NO_END = CHATML.replace(END, "")
 REFUSED = {
-    "a template that hides tool calls": (WITH_CALL, {"template": NO_CALLS}, "rows.jsonl:2.*no tool calls"),
+    "a template that hides tool calls": (WITH_CALL, {"template": NO_CALLS}, "rows.jsonl:2.*no tool_calls"),
     "a template that cuts turns": (TWO_TURNS, {"template": NO_HISTORY}, "rows.jsonl:2.*each turn a row"),
     "a template that ends no turn": (GOOD, {"template": NO_END}, "rows.jsonl:1.*nothing ends"),
     "no template": (GOOD, {"template": None}, "rows.jsonl:1.*need a tokenizer with a chat template"),
-    "half an emoji": ({"messages": [user("Hi \ud83d"), bot("Yes")]}, {}, "rows.jsonl:2"),
+    "half an emoji": ({"messages": [user("Hi \ud83d"), bot("Yes")]}, {}, "rows.jsonl:2.*surrogates"),
+    "an image": ({"messages": [user([TEXT, IMAGE]), bot("Yes")]}, {}, "rows.jsonl:2.*image"),
+    "thoughts that the template hides": (
+        {"messages": [user("Hi"), bot("Yes", thinking="Hm")]},
+        {},
+        "rows.jsonl:2.*shows no thinking",
+    ),
+    "an unknown key": ({"messages": [user("Hi"), bot("Yes", thoughts="Hm")]}, {}, "rows.jsonl:2.*thoughts"),
+    "half a mark": ({"messages": [user("Hi"), bot("Yes", weight=0.5)]}, {}, "rows.jsonl:2.*a weight is 0"),
+    "arguments that are no dict": (
+        {"messages": [user("Hi"), bot(None, tool_calls=[{"function": {"name": "f", "arguments": "[1]"}}])]},
+        {},
+        "rows.jsonl:2.*a dict or its JSON",
+    ),
+    "a call that is a text": (
+        {"messages": [user("Hi"), bot(None, tool_calls=json.dumps([CALL]))]},
+        {},
+        "rows.jsonl:2.*'str' object",
+    ),
+    "an answer to an answer": (
+        {"messages": [bot("Hi"), bot("Yes")]},
+        {},
+        "rows.jsonl:2.*ends before the assistant",
+    ),
+    "a chat that is a text": ({"messages": "Hi"}, {}, "rows.jsonl:2.*a chat is a list"),
+    "no words": ({"messages": [user("Hi"), bot(None)]}, {}, "rows.jsonl:2.*its content is a text"),
+    "a number": ({"messages": [user("Hi"), bot(7)]}, {}, "rows.jsonl:2.*its content is a text"),
+    "another format": ({"messages": [{"from": "human", "value": "Hi"}]}, {}, "rows.jsonl:2.*value"),
+    "tools that are no list": (
+        {**GOOD, "tools": TOOL},
+        {"columns": {**CHAT, "tools": "tools"}},
+        "rows.jsonl:2.*tools are a list",
+    ),
 }
 
 
@@ -171,8 +251,19 @@ REFUSED = {
 def test_a_row_is_refused_in_one_line_that_names_it(make_rows, case):
     record, options, message = REFUSED[case]
     with pytest.raises(ValueError, match=message) as error:
-        make_rows(GOOD, record, **options)
+        make_rows({**GOOD, "tools": None}, record, **options)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change", [{"q": None}, {"q": 5}, {"q": " "}, {"a": 7.0}, {"a": float("nan")}, {"a": True}]
+)
+def test_what_is_no_text_is_refused_and_a_whole_number_is_one(make_rows, change):
+    rows = [{"q": "3+4?", "a": 7}, {"q": "3+4?", "a": 7, **change}]
+    options = {"columns": {"input": "q", "output": "a"}}
+    assert make_rows(rows[0], **options) == [f"{START}user\n3+4?{END}\n{ASK}[7{END}]"]
+    with pytest.raises(ValueError, match="rows.jsonl:2: ValueError: (an answer|a prompt) is a text"):
+        make_rows(*rows, **options)
 
 
 def test_a_prompt_that_the_tokenizer_joins_with_its_answer_is_refused(make_rows, tmp_path):
@@ -188,12 +279,12 @@ def test_a_prompt_that_the_tokenizer_joins_with_its_answer_is_refused(make_rows,
 
 def test_rows_that_cannot_be_trained_are_left_out_and_counted(make_rows, capsys):
     long = {"messages": [user("Hi"), bot("x" * 100)]}
-    empty = [{"messages": [user("Hi"), bot(x)]} for x in ("", None, " \n")] + [{"messages": [bot("Yes")]}]
+    empty = [{"messages": [user("Hi"), bot(x)]} for x in ("", " \n")] + [{"messages": [bot("Yes")]}]
     cut = {"messages": [user("Hi"), bot("Yes"), user("x" * 100)]}
     assert len(make_rows(long, GOOD, *empty, cut, MAX_TOKENS=60)) == 2
     shown = capsys.readouterr().out
-    assert "left out 1 of 7 rows, longer than MAX_TOKENS; the first is 1/rows.jsonl:1" in shown
-    assert "left out 4 of 7 rows, without an answer; the first is 1/rows.jsonl:3" in shown
+    assert "left out 1 of 6 rows, longer than MAX_TOKENS; the first is 1/rows.jsonl:1" in shown
+    assert "left out 3 of 6 rows, without an answer; the first is 1/rows.jsonl:3" in shown
     length = len(f"user\nHi\nassistant\n{'x' * 100}") + 4  # four special tokens
     assert len(make_rows(long, MAX_TOKENS=length)) == 1
     with pytest.raises(ValueError, match="no row of .* can be trained"):
@@ -233,11 +324,18 @@ def test_responses_are_of_the_policy_at_its_temperature(make):
     assert trainer.respond(prompts, greedy=False) == greedy
     trainer.module.EVAL_BATCH_SIZE = 4
     assert trainer.respond(prompts, greedy=True) == greedy
-    assert trainer.generate_response(rows[0]["prompt"]) == greedy[0] and "<eos>" not in greedy[0]
+    assert "<eos>" not in "".join(greedy)
     for row, text in zip(rows, greedy):
         assert row["prompt_ids"] == trainer.tokenizer(row["prompt"] + "\n")["input_ids"]
         ids = trainer.actor.generate(torch.tensor([row["prompt_ids"]]), do_sample=False, max_new_tokens=24)
         assert trainer.tokenizer.decode(ids[0, len(row["prompt_ids"]) :]).removesuffix("<eos>") == text
+
+
+@pytest.mark.parametrize("path", [SFT, "rce/dpo.py"])
+def test_samples_that_would_pass_the_models_positions_are_refused_at_the_start(make, path):
+    options = {"ACCURACY_FUNCTION": "exact_answer", "MAX_NEW_TOKENS": 510}
+    with pytest.raises(ValueError, match="tiny/policy has 512 positions"):
+        make(path, **options)
 
 
 def say(trainer, *texts):
