@@ -666,7 +666,6 @@ def without_nulls(value):
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-# differs: turns of the assistant may be marked as not to be trained, and have thoughts
 def read_message(message):
     """Returns a message of a chat, whose content is a text. Refuses what a chat template would misread."""
     if not isinstance(message, dict):

@@ -1406,8 +1406,11 @@ def make_row(tokenizer, prompt, answer=None, row_id="the prompt", columns=None):
 
 def read_message(message):
     """Returns a message of a chat, whose content is a text. Refuses what a chat template would misread."""
-    known = ["role", "content", "name", "tool_calls", "tool_call_id"]
+    if not isinstance(message, dict):
+        raise ValueError(f"a chat is a list of messages, not of {message!r:.80}")
+    known = ["role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking"]
     message = {key: x for key, x in message.items() if x is not None}  # parquet and json fill absent keys
+    marks = [message.pop(key) for key in ("weight", "train", "trainable", "loss_mask") if key in message]
     content = message.get("content", "" if "tool_calls" in message else None)
     if isinstance(content, list) and all(set(part) == {"type", "text"} for part in content):
         content = "".join(column(content, "text"))
@@ -1415,7 +1418,25 @@ def read_message(message):
         raise ValueError(f"a message has {', '.join(known)}, and its content is a text: {message!r:.200}")
     if message.get("role") not in ("system", "developer", "user", "assistant", "tool"):
         raise ValueError(f"a message has an unknown role: {message!r:.200}")
+    if not set(marks) <= {0, 1}:
+        raise ValueError(f"a weight is 0 (the message is not trained) or 1: {marks} of {message!r:.200}")
+    if 0 in marks:
+        message["weight"] = 0
+    if "tool_calls" in message:
+        message["tool_calls"] = list(map(read_call, message["tool_calls"]))
     return {**message, "content": content}
+
+
+def read_call(call):
+    """Returns a tool call with its arguments as a dict. Many data sets have their JSON, which a chat template
+    would write as a text in quotes."""
+    function = dict(call.get("function", call))
+    if isinstance(function.get("arguments"), str):
+        with suppress(json.JSONDecodeError):
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+    if not isinstance(function.get("arguments", {}), dict):
+        raise ValueError(f"the arguments of a tool call are a dict or its JSON: {call!r:.200}")
+    return {**call, "function": function} if "function" in call else function
 
 
 def encode(tokenizer, prompt, response=None):
