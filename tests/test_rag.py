@@ -560,6 +560,17 @@ def test_an_earlier_run_is_moved_aside(rag, tmp_path):
         rag(RESUME="yes", TOP_KS=(2, 3)).RAGTrainer()
 
 
+def test_the_bench_reports_new_runs_with_its_seeds(rag, tmp_path, capsys):
+    constants = SMALL | {"MAX_STEPS": 1, "OUTPUT_DIR": str(tmp_path / "SEED_3")}
+    module = rag(**constants, SEED=3)
+    module.RAGTrainer().train()
+    words = [f"{name}={x}" for name, x in {**constants, "CACHE_DIR": module.CACHE_DIR}.items()]
+    load("bench/rag.py").main("SEED", "3", "SEED=4", "LEARNING_RATE=0.5", f"OUT={tmp_path}", *words)
+    used = json.loads((tmp_path / "SEED_3/training_config.json").read_text())["constants"]
+    assert used["LEARNING_RATE"] == 0.5 and used["SEED"] == 3
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("policy  ")]
+
+
 def test_a_kill_after_the_last_checkpoint_leaves_nothing_undone(fake, tmp_path):
     """Not an old checkpoint, nor a half of one, and not the plots. A folder without its state is written."""
     run, drawn = tmp_path / "run", []
