@@ -246,7 +246,6 @@ class RAGTrainer:
         self.actions = all_actions()
         self.names = ["k={} T={} rerank={}".format(*action) for action in self.actions]
         self.questions, corpus = load_questions()
-        self.run.facts["data"] = digest(self.questions)
         self.qa = QASystem(corpus)
         self.table = answer_all(self.questions, self.qa)  # records, one for each question and action
         metrics = self.compute_rewards({name: column(self.table, name) for name in self.table[0]})
@@ -255,6 +254,7 @@ class RAGTrainer:
                 record.setdefault(name, value)
         self.metrics = {name: x.float().view(-1, len(self.actions)) for name, x in metrics.items()}  # (Q, A)
         self.rewards = self.metrics["reward"]
+        self.run.facts["data"] = digest(self.table)  # with all that it rests on
         observations = list(map(self.qa.observe, column(self.questions, "question")))
         self.observations = torch.tensor(observations, dtype=torch.float32)  # (Q, E)
         splits = np.array(column(self.questions, "split"))
@@ -282,10 +282,8 @@ class RAGTrainer:
         """Returns the reward of each answer, and what else is logged of it, {name: (answers,)}. Edit or
         override freely. table: {column: list}, see answer_block(), with columns of the questions."""
         texts = table["question"], table["response"], table["answer"]
-        functions = rewards.em, rewards.f1
-        if STRICT:
-            functions = rewards.strict_em, rewards.strict_f1
-        em, f1 = torch.tensor([function(*texts) for function in functions])
+        names = ["strict_em", "strict_f1"] if STRICT else ["em", "f1"]
+        em, f1 = torch.tensor([rewards.find_function(name)(*texts) for name in names])
         names = "recall top_k temperature rerank tokens pairs".split()
         metrics = {name: torch.tensor(table[name]) for name in names}
         cost = metrics["tokens"] / COST_TOKENS + metrics["pairs"] / COST_PAIRS
@@ -689,8 +687,8 @@ def records_of(path):
         yield from (json.loads(line) for line in text.split("\n") if line.strip())
 
 
-def read_file(name, needed):
-    """Returns the records of the file `name` in DATASET, {field: texts}. Each has the needed fields."""
+def read_file(name, fields):
+    """Returns the records of the file `name` in DATASET, {field: text, or texts of answer and gold}."""
     paths = [x for x in Path(DATASET).glob(f"{name}.*") if x.suffix in (".jsonl", ".csv", ".parquet")]
     if len(paths) != 1:
         raise UserError(f"DATASET = {DATASET!r} needs one of {name}.jsonl, {name}.csv and {name}.parquet")
@@ -700,13 +698,15 @@ def read_file(name, needed):
             if not isinstance(record, dict) or None in record:
                 raise ValueError(f"this is no object, or has too many fields: {record!r:.99}")
             row = {}
-            for field in "question type answer gold title text".split():
+            for field in fields:
                 value = record.get(field)
                 if paths[0].suffix == ".csv" and field in ("answer", "gold"):
                     value = read_cell(value or "")
                 row[field] = texts_of(value)
-                if field in needed and not row[field]:
+                if not row[field] and field not in ("type", "gold"):
                     raise ValueError(f"no {field} in {record!r:.200}")
+                if field not in ("answer", "gold"):
+                    row[field] = " ".join(row[field])
             rows.append(row)
     except (ValueError, csv.Error) as error:
         raise UserError(f"{paths[0]}: record {len(rows) + 1}: {first_line(error)}") from None
@@ -716,18 +716,12 @@ def read_file(name, needed):
 def load_questions():
     """Returns the questions {"question", "answer" (a text or a list of right ones), "type", "gold" (titles),
     "split"}, and the corpus {"title", "text"}. What stands there twice counts once."""
-    corpus = {}
-    for row in read_file("corpus", ["title", "text"]):
-        paragraph = {"title": " ".join(row["title"]), "text": " ".join(row["text"])}
-        corpus.setdefault(paragraph_text(paragraph), paragraph)
-    titles = set(column(corpus.values(), "title"))
-    questions = {}
-    repeated, unknown = [], []
-    forms = {"": {""}}  # {a gold answer to EM and F1: to their strict forms}
-    for record in read_file("questions", ["question", "answer"]):
-        row = {"question": " ".join(record["question"]), "type": " ".join(record["type"])}
-        row |= {"answer": record["answer"], "gold": record["gold"]}
-        unknown += set(row["gold"]) - titles
+    corpus = {paragraph_text(row): row for row in read_file("corpus", ["title", "text"])}
+    titles = {row["title"] for row in corpus.values()}
+    questions, repeated, unknown = {}, [], []
+    forms = {"": {""}}  # {what EM and F1 compare: what their strict forms do}
+    for row in read_file("questions", ["question", "type", "answer", "gold"]):
+        unknown += [title for title in row["gold"] if title not in titles]
         for gold in row["answer"]:
             form = forms.setdefault(rewards.normalise_answer(gold), set())
             form.add(rewards.normalise_answer(gold, strict=True))
@@ -738,13 +732,13 @@ def load_questions():
             repeated.append(row["question"])
     confused = [sorted(form) for form in forms.values() if len(form) > 1 and not STRICT]
     warnings = {
-        f"{len(repeated)} questions stand there twice, the first counts, such as": repeated,
-        f"the corpus lacks {len(unknown)} gold titles, such as": unknown,
-        "EM and F1 take gold answers that differ for the same, but for STRICT=True, such as": confused,
+        "questions stand there twice: the first counts": repeated,
+        "gold titles are not in the corpus": unknown,
+        "groups of gold answers are the same to EM and F1, but for STRICT=True": confused,
     }
-    for warning, examples in warnings.items():
+    for text, examples in warnings.items():
         if examples:
-            print(f"WARNING: {warning} {examples[0]!r}", flush=True)
+            print(f"WARNING: {len(examples)} {text}, such as {examples[0]!r}", flush=True)
     rows = np.random.default_rng(SPLIT_SEED).permutation(list(questions.values()))[:SAMPLE]
     num_test = min(TEST_QUESTIONS, max(1, len(rows) * 4 // 15))
     num_validation = min(VALIDATION_QUESTIONS, max(1, len(rows) * 2 // 15))
