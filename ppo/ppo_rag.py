@@ -589,9 +589,7 @@ class Generator:
                 return prompt, len(contexts)
             if not contexts:
                 limit = f"{self.limit}, the limit of GENERATOR or MAX_PROMPT_TOKENS"
-                raise UserError(
-                    f"{question!r:.99} without a paragraph has {length} tokens, more than {limit}"
-                )
+                raise UserError(f"{question!r:.99} alone has {length} tokens, more than {limit}")
             contexts.pop()
 
     @torch.no_grad()
@@ -885,24 +883,21 @@ class Run:
             self.wandb = wandb.init(dir=self.folder, config=constants(), id=state.wandb_id, resume="allow")
             state.wandb_id = self.wandb.id
 
+    # differs: no model is trained
     def compare(self, state, is_complete):
-        """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights are
-        those of the checkpoint. Refuses a complete run that would end as if it had trained what changed."""
+        """Prints what changed since the checkpoint that is resumed. Refuses a complete run that would end as
+        if it had trained what changed."""
         if not self.checkpoint:
             return
         earlier = json.loads((self.checkpoint / "run.json").read_text())
         changes = [(k, x) for k, x in constants().items() if earlier["constants"].get(k, x) != x]
-        changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR", "TEST_FILE")]
+        changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR")]
         print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
         for name, what in {"text": "file", "data": "data"}.items():
             if earlier.get(name) != self.facts.get(name):
                 changes.append(f"the {what} changed since step {state.step}")
                 print(changes[-1], flush=True)
         hint = "RESUME=no or another OUTPUT_DIR begins another run"
-        for name in ("ACTOR_MODEL", "CRITIC_MODEL", "BASE_MODEL"):
-            model = earlier["constants"].get(name)
-            if model != constants().get(name):
-                raise UserError(f"the weights of {self.checkpoint} are of {name}={model}: {hint}")
         if is_complete and changes:
             raise UserError(f"complete at step {state.step}, but {'; '.join(changes)}: {hint}")
 

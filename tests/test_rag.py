@@ -391,7 +391,8 @@ def test_only_missing_answers_are_made_and_half_a_line_is_made_again(fake, tmp_p
     path.write_text(path.read_text()[:-200])
     again = fake()
     assert len(again.qa.log) == 1
-    assert whole.table == again.table
+    assert whole.table == again.table and whole.run.facts["data"] == again.run.facts["data"]
+    assert fake(EM_WEIGHT=2.0).run.facts["data"] != whole.run.facts["data"]  # a resumed run says so
     assert fake(SPLIT_SEED=3).qa.log == fake(SEED=2).qa.log == []
     assert {prompts[0][-1] for prompts in fake(TOP_KS=(1, 2, 4)).qa.log} == {"4"}
     assert len(fake(PARAGRAPH="{text}").qa.log) == 16
@@ -490,6 +491,9 @@ def test_hotpotqas_file_and_texts_become_a_folder(tmp_path):
     (tmp_path / "rules.md").write_text("We open at nine.\n\n# Fines\n\nTen cents\na day.\n \n\nNo more.")
     wanted = [("rules", "We open at nine."), ("Fines", "Ten cents\na day."), ("Fines", "No more.")]
     assert [(p["title"], p["text"]) for p in maker.read_texts(tmp_path)] == wanted
+    (tmp_path / "old.txt").write_bytes("Malmö".encode("latin-1"))
+    with pytest.raises(SystemExit, match="old.txt is not in UTF-8"):
+        maker.read_texts(tmp_path)
 
 
 GOOD = {"corpus.csv": "title,text\na,b\n", "questions.csv": "question,answer\nq,a\n"}
