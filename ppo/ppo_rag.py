@@ -111,7 +111,7 @@ FIXED_ACTION: tuple | None = (4, 0.7, 0)  # a baseline: (top_k, temperature, rer
 EM_WEIGHT = 1.0
 F1_WEIGHT = 0.5
 ROUGE_WEIGHT = 0.0
-STRICT = False  # EM and F1 are HotpotQA's: 5 is -5, 35 is 3.5, C# is C++, "A" is empty. True: not so
+STRICT = False  # False: HotpotQA's EM and F1, to which 5 is -5, 35 is 3.5, C# is C++ | True: signs count
 COST_WEIGHT = 0.05
 COST_TOKENS = 100.0  # tokens, read or written by the generator, that cost 1
 COST_PAIRS = 4.0  # question-paragraph pairs, read by the reranker, that cost 1
@@ -167,16 +167,11 @@ def fraction_found(items, collection):
 def observe(question, scores, paragraphs, vocabulary):
     """Returns the observation of a question, {name: number}, of its words and BM25's 20 best paragraphs."""
     words = words_of(question)
-    names = []  # capitalised words after the first
-    for word in question.split()[1:]:
-        if word[:1].isupper():
-            names += words_of(word)
     s = np.zeros(20)
     s[: len(scores)] = scores  # a small corpus has fewer paragraphs
     best_score = max(s[0], 1e-9)
-    entries = {"words": len(words), "capitalised": len(names)}
+    entries = {"words": len(words)}
     entries["unknown"] = 1 - fraction_found(words, vocabulary)  # fraction of the words that no paragraph has
-    entries["commas"] = question.count(",")
     for keyword in "who what when where which how of or and".split():  # "or": a choice; "of": often a chain
         entries[f"has_{keyword}"] = keyword in words
     verbs = "is are was were do does did has have had can could".split()
@@ -185,16 +180,12 @@ def observe(question, scores, paragraphs, vocabulary):
     entries["s1_per_word"] = s[0] / max(1, len(words))
     for n in (2, 3, 4, 8, 20):
         entries[f"s{n}/s1"] = s[n - 1] / best_score
-    entries["gap"] = (s[0] - s[1]) / best_score
     entries["spread"] = s.std() / max(s.mean(), 1e-9)
     entries["near"] = (s >= 0.9 * best_score).sum()  # paragraphs with at least 0.9 of the highest score
-    for name, question_words in (("overlap", words), ("names", names)):
-        for n in (1, 2, 4):  # fraction of these words that stand in the best n paragraphs
-            texts = " ".join(map(paragraph_text, paragraphs[:n]))
-            entries[f"{name}{n}"] = fraction_found(question_words, set(words_of(texts)))
-    for n in (1, 2):  # fraction of the title's words that the question has; a corpus may have one paragraph
-        title = "".join(column(paragraphs[n - 1 : n], "title"))
-        entries[f"title{n}"] = fraction_found(words_of(title), words)
+    for n in (1, 2, 4):  # fraction of the question's words that stand in the best n paragraphs
+        texts = " ".join(map(paragraph_text, paragraphs[:n]))
+        entries[f"overlap{n}"] = fraction_found(words, set(words_of(texts)))
+    entries["title"] = fraction_found(words_of(paragraphs[0]["title"]), words)  # of the best one
     return entries
 
 
@@ -656,8 +647,11 @@ def texts_of(value):
             raise ValueError(f"{item!r:.99} is no text or number")
         if isinstance(item, float) and item.is_integer():
             item = int(item)  # numbers of a column with gaps are floats
-        texts.append("" if item is None else unicodedata.normalize("NFC", str(item)))
-    return [text for text in texts if text.strip() not in ("", "nan")]
+        text = "" if item is None else unicodedata.normalize("NFC", str(item))
+        text.encode()  # fails for half of an emoji
+        if text.strip() not in ("", "nan"):
+            texts.append(text)
+    return texts
 
 
 def read_cell(text):
@@ -715,11 +709,11 @@ def load_questions():
     """Returns the questions {"question", "answer" (a text or a list of right ones), "type", "gold" (titles),
     "split"}, and the corpus {"title", "text"}. What stands there twice counts once."""
     corpus = {paragraph_text(row): row for row in read_file("corpus", ["title", "text"])}
-    titles = {row["title"] for row in corpus.values()}
+    titles = set(column(corpus.values(), "title"))
     questions, repeated, unknown = {}, [], []
     forms = {"": {""}}  # {what EM and F1 compare: what their strict forms do}
     for row in read_file("questions", ["question", "type", "answer", "gold"]):
-        unknown += [title for title in row["gold"] if title not in titles]
+        unknown += sorted(set(row["gold"]) - titles)
         for gold in row["answer"]:
             form = forms.setdefault(rewards.normalise_answer(gold), set())
             form.add(rewards.normalise_answer(gold, strict=True))
@@ -740,8 +734,9 @@ def load_questions():
     rows = np.random.default_rng(SPLIT_SEED).permutation(list(questions.values()))[:SAMPLE]
     num_test = min(TEST_QUESTIONS, max(1, len(rows) * 4 // 15))
     num_validation = min(VALIDATION_QUESTIONS, max(1, len(rows) * 2 // 15))
-    if len(rows) <= num_test + num_validation:
-        raise UserError(f"DATASET = {DATASET!r} has {len(rows)} questions: that is too few")
+    if len(rows) <= num_test + num_validation or not corpus:
+        counts = f"{len(rows)} questions and {len(corpus)} paragraphs"
+        raise UserError(f"DATASET = {DATASET!r} has {counts}: that is too few")
     splits = ["test"] * num_test + ["validation"] * num_validation + ["train"] * len(rows)
     for row, split in zip(rows, splits):
         row["split"] = split
@@ -755,9 +750,7 @@ def system_digest(qa):
     facts += [torch.__version__, transformers.__version__, bm25s.__version__]
     facts += map(inspect.getsource, (words_of, paragraph_text, answer_block))
     for part in filter(None, (qa, qa.reranker, qa.generator)):
-        facts += [
-            inspect.getsource(method) for _, method in inspect.getmembers(type(part), inspect.isfunction)
-        ]
+        facts += map(inspect.getsource, dict(inspect.getmembers(type(part), inspect.isfunction)).values())
         if hasattr(part, "model"):
             facts.append(getattr(part.model.config, "_commit_hash", None))  # of the hub; a folder has files
     for folder in filter(None, (GENERATOR, RERANKER)):
@@ -1097,8 +1090,7 @@ def check_constants():
     """Refuses values that would fail silently or late."""
     check_numbers(
         "SAMPLE TEST_QUESTIONS VALIDATION_QUESTIONS RERANK_DEPTH MAX_PROMPT_TOKENS MAX_NEW_TOKENS "
-        "QUESTIONS_AT_ONCE HIDDEN_SIZE N_STEPS BATCH_SIZE GROUP_EPOCHS KEEP_LAST_N_CHECKPOINTS "
-        "COST_TOKENS COST_PAIRS"
+        "QUESTIONS_AT_ONCE HIDDEN_SIZE N_STEPS BATCH_SIZE GROUP_EPOCHS KEEP_LAST_N_CHECKPOINTS"
     )
     rules = {
         "TOP_KS are whole numbers above 0": TOP_KS and all(type(k) is int and k > 0 for k in TOP_KS),
@@ -1106,6 +1098,7 @@ def check_constants():
         "RERANKS are 0 and, with a RERANKER, 1": RERANKS and set(RERANKS) <= {0, int(bool(RERANKER))},
         "DTYPE is float32 or bfloat16": DTYPE in ("float32", "bfloat16"),
         "CLIP_RANGE and MAX_GRAD_NORM are above 0": min(CLIP_RANGE, MAX_GRAD_NORM) > 0,
+        "COST_TOKENS and COST_PAIRS are above 0": min(COST_TOKENS, COST_PAIRS) > 0,
         "FIXED_ACTION is None or one of the actions": FIXED_ACTION in (None, *all_actions()),
         "PROMPT contains {contexts} and {question}": "{contexts}" in PROMPT and "{question}" in PROMPT,
     }

@@ -237,9 +237,9 @@ def test_the_observation_entry_by_entry(rag):
     question = "Was Robert Merrow born in Rudholm, or elsewhere?"
     paragraphs = [CORPUS[i] for i in (0, 2, 3, 1)]
     entries = module.observe(question, np.array([4.0, 3.0, 1.0, 0.0]), paragraphs, vocabulary)
-    wanted = {"words": 8, "capitalised": 3, "unknown": 3 / 8, "commas": 1, "has_or": 1, "has_who": 0}
-    wanted |= {"yes_no": 1, "s1": 4, "s1_per_word": 0.5, "s2/s1": 0.75, "s20/s1": 0, "gap": 0.25, "near": 1}
-    wanted |= {"overlap1": 5 / 8, "names1": 1, "title1": 1, "title2": 1}
+    wanted = {"words": 8, "unknown": 3 / 8, "has_or": 1, "has_who": 0}
+    wanted |= {"yes_no": 1, "s1": 4, "s1_per_word": 0.5, "s2/s1": 0.75, "s20/s1": 0, "near": 1}
+    wanted |= {"overlap1": 5 / 8, "overlap2": 5 / 8, "title": 1}
     wanted["spread"] = np.std([4, 3, 1] + [0] * 17) / 0.4
     assert {name: entries[name] for name in wanted} == pytest.approx(wanted)
 
@@ -513,7 +513,7 @@ ERRORS = [
     ),
     ({"corpus.csv": 'title,text\na,"b\n'}, "DATA", "corpus.csv: record 1: unexpected end of data"),
     ({"corpus.jsonl": "{}"}, "DATA", "needs one of corpus.jsonl, corpus.csv and corpus.parquet"),
-    ({}, "DATA", "has 1 questions: that is too few"),
+    ({}, "DATA", "has 1 questions and 1 paragraphs: that is too few"),
     ({"questions.csv": LONG}, "MAX_PROMPT_TOKENS=99 DATA", "tokens, more than 99, the limit of"),
     ({}, "GENERATOR=/nowhere/model", "/nowhere/model"),
     ({}, "TOP_KS=(5,10)", "FIXED_ACTION is None or one of the actions"),
@@ -530,6 +530,7 @@ LINES = [
     ('[{"question": "q", "answer": "a"}, ["q", "a"]]', "record 2: this is no object"),
     ('{"question": "q", "answer": {"text": ["a"]}}', "is no text or number"),
     ("", "has 0 questions"),
+    ('{"question": "\\ud83d", "answer": "a"}', "record 1: 'utf-8' codec can't encode"),
 ]
 ERRORS += [({"questions.csv": None, "questions.jsonl": text}, "DATA", says) for text, says in LINES]
 
