@@ -484,7 +484,7 @@ def test_hotpotqas_file_and_texts_become_a_folder(tmp_path):
 
 
 GOOD = {"corpus.csv": "title,text\na,b\n", "questions.csv": "question,answer\nq,a\n"}
-LONG = "question,answer\n" + "".join(f"{'who ' * 99}{i},a\n" for i in range(9))
+LONG = "question,answer\n" + "".join(f"{n}{' who' * 11 * n},a\n" for n in range(10))
 ERRORS = [
     (
         {"corpus.csv": "title,text\na,b,c\n"},
@@ -529,6 +529,7 @@ def test_a_users_error_is_one_line(tmp_path, refusal, files, word, says):
             (tmp_path / name).write_text(text)
     words = word.replace("DATA", f"DATASET={tmp_path}").split()
     assert says in refusal(PATH, f"OUTPUT_DIR={tmp_path}/run", f"CACHE_DIR={tmp_path}/cache", *words)
+    assert not list(tmp_path.glob("cache/*"))  # before anything is answered
 
 
 def test_a_signal_ends_the_run_after_its_step_and_saves(rag, tmp_path):
