@@ -18,17 +18,21 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_figures(folder, words):
-    """Returns test.json of a run with these KEY=VALUE words."""
-    command = [sys.executable, ROOT / "ppo/ppo_rag.py", *words, f"OUTPUT_DIR={folder}", "RESUME=yes"]
-    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    """Returns test.json of a new run with these KEY=VALUE words. What an earlier one left is moved aside."""
+    command = [sys.executable, ROOT / "ppo/ppo_rag.py", *words, f"OUTPUT_DIR={folder}", "RESUME=no"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))}: exit code {done.returncode}")
     return json.loads((folder / "test.json").read_text())
 
 
 def main(constant, *arguments):
-    values = [word for word in arguments if "=" not in word]
-    words = [word for word in arguments if "=" in word and not word.startswith("OUT=")]
+    values = [word for word in arguments if word.isdecimal()]
+    words = [word for word in arguments if not word.isdecimal() and not word.startswith("OUT=")]
     (out,) = [word[4:] for word in arguments if word.startswith("OUT=")] or [ROOT / "checkpoints/bench_rag"]
-    runs = [test_figures(Path(out) / f"{constant}_{x}", [f"{constant}={x}", *words]) for x in values]
+    if not values:
+        sys.exit(__doc__)
+    runs = [test_figures(Path(out) / f"{constant}_{x}", [*words, f"{constant}={x}"]) for x in values]
 
     print(f"{'test reward, ' + constant:24}" + "".join(f"{x:>8}" for x in values) + "    mean      sd")
     for name in runs[0]:

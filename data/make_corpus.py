@@ -21,7 +21,11 @@ def read_texts(folder):
         if path.suffix not in (".txt", ".md"):
             continue
         title = path.stem
-        for block in re.split(r"\n\s*\n", path.read_text(encoding="utf-8-sig").strip()):
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            sys.exit(f"{path} is not in UTF-8: {error}")
+        for block in re.split(r"\n\s*\n", text.strip()):
             if re.fullmatch(r"#+ .*", block):
                 title = block.strip("# ")
             elif block:

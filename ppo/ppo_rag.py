@@ -42,7 +42,7 @@ import re
 import shutil
 import signal
 import sys
-import time
+import unicodedata
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from datetime import datetime
@@ -57,6 +57,7 @@ import bm25s
 import filelock
 import numpy as np
 import pyarrow.parquet
+import regex
 import torch
 import transformers
 from matplotlib.figure import Figure
@@ -110,17 +111,14 @@ FIXED_ACTION: tuple | None = (4, 0.7, 0)  # a baseline: (top_k, temperature, rer
 EM_WEIGHT = 1.0
 F1_WEIGHT = 0.5
 ROUGE_WEIGHT = 0.0
+STRICT = False  # False: HotpotQA's EM and F1, to which 5 is -5, 35 is 3.5, C# is C++ | True: signs count
 COST_WEIGHT = 0.05
-COST = "reading"  # reading: by the next two constants | seconds: latency, with QUESTIONS_AT_ONCE = 1
 COST_TOKENS = 100.0  # tokens, read or written by the generator, that cost 1
 COST_PAIRS = 4.0  # question-paragraph pairs, read by the reranker, that cost 1
 
 # PPO
 LEARNING_RATE = 3e-4
 MAX_GRAD_NORM = 0.5
-USE_LR_SCHEDULER = False
-LR_SCHEDULER_TYPE = "linear"  # linear | cosine, both to 0
-WARMUP_STEPS = 0  # linear warm-up, with or without a scheduler
 HIDDEN_SIZE = 64  # units in each of the two layers
 N_STEPS = 256  # episodes per update; each has one step, and a training question of its own
 BATCH_SIZE = 64  # episodes per optimizer step
@@ -144,8 +142,17 @@ USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, 
 
 
 def words_of(text):
-    """Returns the lower-case words, without punctuation."""
-    return re.sub(r"[\W_]+", " ", text).lower().split()
+    """Returns the lower-case words and signs of a text, without punctuation: of "C++" c, + and +. In scripts
+    without blanks, as Chinese, Japanese and Thai, characters are words, and so are pairs of neighbours."""
+    no_blanks = r"\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+    pattern = rf"(?V1)([{no_blanks}]+)|[[\p{{L}}\p{{M}}\p{{N}}]--[{no_blanks}]]+|\p{{S}}|(?<=\p{{L}})#"
+    words = []
+    for match in regex.finditer(pattern, unicodedata.normalize("NFKC", text).casefold()):
+        characters = [match[0]]
+        if match[1]:
+            characters = regex.findall(r"\X", match[1])  # with their marks
+        words += characters + list(map("".join, itertools.pairwise(characters)))
+    return words
 
 
 def paragraph_text(paragraph):
@@ -160,16 +167,11 @@ def fraction_found(items, collection):
 def observe(question, scores, paragraphs, vocabulary):
     """Returns the observation of a question, {name: number}, of its words and BM25's 20 best paragraphs."""
     words = words_of(question)
-    names = []  # capitalised words after the first
-    for word in question.replace("?", " ").split()[1:]:
-        if word[:1].isupper():
-            names += words_of(word)
     s = np.zeros(20)
     s[: len(scores)] = scores  # a small corpus has fewer paragraphs
     best_score = max(s[0], 1e-9)
-    entries = {"words": len(words), "capitalised": len(names)}
+    entries = {"words": len(words)}
     entries["unknown"] = 1 - fraction_found(words, vocabulary)  # fraction of the words that no paragraph has
-    entries["commas"] = question.count(",")
     for keyword in "who what when where which how of or and".split():  # "or": a choice; "of": often a chain
         entries[f"has_{keyword}"] = keyword in words
     verbs = "is are was were do does did has have had can could".split()
@@ -178,16 +180,12 @@ def observe(question, scores, paragraphs, vocabulary):
     entries["s1_per_word"] = s[0] / max(1, len(words))
     for n in (2, 3, 4, 8, 20):
         entries[f"s{n}/s1"] = s[n - 1] / best_score
-    entries["gap"] = (s[0] - s[1]) / best_score
     entries["spread"] = s.std() / max(s.mean(), 1e-9)
     entries["near"] = (s >= 0.9 * best_score).sum()  # paragraphs with at least 0.9 of the highest score
-    for name, question_words in (("overlap", words), ("names", names)):
-        for n in (1, 2, 4):  # fraction of these words that stand in the best n paragraphs
-            texts = " ".join(map(paragraph_text, paragraphs[:n]))
-            entries[f"{name}{n}"] = fraction_found(question_words, set(words_of(texts)))
-    for n in (1, 2):  # fraction of the title's words that the question has; a corpus may have one paragraph
-        title = "".join(column(paragraphs[n - 1 : n], "title"))
-        entries[f"title{n}"] = fraction_found(words_of(title), words)
+    for n in (1, 2, 4):  # fraction of the question's words that stand in the best n paragraphs
+        texts = " ".join(map(paragraph_text, paragraphs[:n]))
+        entries[f"overlap{n}"] = fraction_found(words, set(words_of(texts)))
+    entries["title"] = fraction_found(words_of(paragraphs[0]["title"]), words)  # of the best one
     return entries
 
 
@@ -226,16 +224,6 @@ def policy_loss(logprobs, old_logprobs, advantages):
     return -torch.min(ratio * advantages, ratio.clamp(1 - CLIP_RANGE, 1 + CLIP_RANGE) * advantages)
 
 
-# differs: no plateau
-def learning_rate_scale(steps_done, total):
-    """Returns the factor of the learning rate after steps_done steps: linear warm-up, then the schedule."""
-    if steps_done < WARMUP_STEPS:
-        return (steps_done + 1) / WARMUP_STEPS
-    done = (steps_done - WARMUP_STEPS) / max(1, total - WARMUP_STEPS)
-    scales = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
-    return scales[LR_SCHEDULER_TYPE] if USE_LR_SCHEDULER else 1.0
-
-
 # ================================================================ the trainer
 
 
@@ -249,7 +237,6 @@ class RAGTrainer:
         self.actions = all_actions()
         self.names = ["k={} T={} rerank={}".format(*action) for action in self.actions]
         self.questions, corpus = load_questions()
-        self.run.facts["data"] = digest(self.questions)
         self.qa = QASystem(corpus)
         self.table = answer_all(self.questions, self.qa)  # records, one for each question and action
         metrics = self.compute_rewards({name: column(self.table, name) for name in self.table[0]})
@@ -258,6 +245,7 @@ class RAGTrainer:
                 record.setdefault(name, value)
         self.metrics = {name: x.float().view(-1, len(self.actions)) for name, x in metrics.items()}  # (Q, A)
         self.rewards = self.metrics["reward"]
+        self.run.facts["data"] = digest(self.table)  # with all that it rests on
         observations = list(map(self.qa.observe, column(self.questions, "question")))
         self.observations = torch.tensor(observations, dtype=torch.float32)  # (Q, E)
         splits = np.array(column(self.questions, "split"))
@@ -285,12 +273,11 @@ class RAGTrainer:
         """Returns the reward of each answer, and what else is logged of it, {name: (answers,)}. Edit or
         override freely. table: {column: list}, see answer_block(), with columns of the questions."""
         texts = table["question"], table["response"], table["answer"]
-        em, f1 = torch.tensor([rewards.em(*texts), rewards.f1(*texts)])
-        names = "recall top_k temperature rerank seconds tokens pairs".split()
+        names = ["strict_em", "strict_f1"] if STRICT else ["em", "f1"]
+        em, f1 = torch.tensor([rewards.find_function(name)(*texts) for name in names])
+        names = "recall top_k temperature rerank tokens pairs".split()
         metrics = {name: torch.tensor(table[name]) for name in names}
         cost = metrics["tokens"] / COST_TOKENS + metrics["pairs"] / COST_PAIRS
-        if COST == "seconds":
-            cost = metrics["seconds"]
         reward = EM_WEIGHT * em + F1_WEIGHT * f1 - COST_WEIGHT * cost
         if ROUGE_WEIGHT:
             reward += ROUGE_WEIGHT * torch.tensor(rewards.rouge_l(*texts))
@@ -356,15 +343,14 @@ class RAGTrainer:
 
     def update(self, batch):
         """Passes GROUP_EPOCHS times over the episodes, BATCH_SIZE per step. Returns means of the metrics."""
-        scale = learning_rate_scale(self.state.step - 1, MAX_STEPS)
-        for group in self.optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * scale
+        for group in self.optimizer.param_groups:  # a resumed one has the checkpoint's
+            group["lr"] = LEARNING_RATE
         steps = []
         for _ in range(GROUP_EPOCHS):
             for episodes in torch.randperm(len(batch.rows), generator=self.generator).split(BATCH_SIZE):
                 steps.append(self.optimizer_step(batch, episodes))
         metrics = {name: np.mean(column(steps, name)).item() for name in steps[0]}
-        return metrics | {"learning_rate": LEARNING_RATE * scale}
+        return metrics | {"learning_rate": LEARNING_RATE}
 
     def optimizer_step(self, batch, episodes):
         """Makes one step on the episodes with these numbers. Returns its metrics."""
@@ -450,10 +436,6 @@ class RAGTrainer:
         )
         for name, numbers in figures.items():
             self.run.log(f"{name:18}" + "".join(map("{:9.3f}".format, numbers.values())))
-        for row in rows[:3].tolist():
-            record = self.table[row * len(self.actions) + int(best[row].argmax())]
-            line = "{question!r}, k={top_k} T={temperature} rerank={rerank}: {response!r}, right: {answer!r}"
-            self.run.log(line.format(**record))
 
     @torch.no_grad()
     def answer(self, question):
@@ -473,8 +455,7 @@ class RAGTrainer:
         metrics |= {"explained_variance": 1 - unexplained.item(), "timesteps": step * len(batch.rows)}
         self.run.write("metrics.jsonl", phase="train", step=step, **metrics)
         for row, action in zip(batch.rows[:LOG_SAMPLES].tolist(), batch.actions.tolist()):
-            sample = {**self.table[row * len(self.actions) + action], "seconds": None}  # a clock's
-            self.run.write("samples.jsonl", step=step, **sample)
+            self.run.write("samples.jsonl", step=step, **self.table[row * len(self.actions) + action])
         line = "R:{reward:.3f} EM:{em:.3f} F1:{f1:.3f} cost:{cost:.2f} PL:{policy_loss:.4f} "
         line += f"E:{{entropy:.2f}} EV:{{explained_variance:.2f}}  step {step}/{MAX_STEPS}"
         self.run.log(line.format(**metrics))
@@ -550,12 +531,18 @@ class CrossEncoder:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(RERANKER, padding_side="right")
         if self.model.config.num_labels != 1:
             raise UserError(f"RERANKER = {RERANKER!r} must have one label")
+        config = self.model.config
+        unused = 2 if config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet") else 0
+        positions = getattr(config, "max_position_embeddings", 10**9) - unused
+        self.limit = min(self.tokenizer.model_max_length, positions)  # longer pairs are cut
 
     @torch.no_grad()
     def scores(self, question, texts):
         """Returns a score for each paragraph's text, (texts,)."""
         pairs = list(zip(itertools.repeat(question), texts))
-        inputs = self.tokenizer(pairs, padding=True, truncation=True, return_tensors="pt")
+        inputs = self.tokenizer(
+            pairs, padding=True, truncation=True, max_length=self.limit, return_tensors="pt"
+        )
         return self.model(**inputs.to(DEVICE)).logits[:, 0].float().cpu().numpy()
 
 
@@ -575,6 +562,10 @@ class Generator:
         self.options = {"add_special_tokens": not self.is_chat}  # the template writes them itself
         max_positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9
         self.limit = min(MAX_PROMPT_TOKENS, max_positions - MAX_NEW_TOKENS, self.tokenizer.model_max_length)
+        # The model's own penalties, beams and filters stay out: a temperature means what it says
+        own = self.model.generation_config.to_dict().items()
+        ids = {name: x for name, x in own if name.endswith("_token_id")}
+        self.model.generation_config = transformers.GenerationConfig(**ids, top_k=0, top_p=1.0)
 
     def prompt(self, question, paragraphs):
         """Returns the prompt with as many of the paragraphs as fit, in order, and their number."""
@@ -584,8 +575,12 @@ class Generator:
             if self.is_chat:
                 chat = [{"role": "user", "content": prompt}]
                 prompt = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-            if not contexts or len(self.tokenizer(prompt, **self.options)["input_ids"]) <= self.limit:
+            length = len(self.tokenizer(prompt, **self.options)["input_ids"])
+            if length <= self.limit:
                 return prompt, len(contexts)
+            if not contexts:
+                limit = f"{self.limit}, the limit of GENERATOR or MAX_PROMPT_TOKENS"
+                raise UserError(f"{question!r:.99} alone has {length} tokens, more than {limit}")
             contexts.pop()
 
     @torch.no_grad()
@@ -594,9 +589,8 @@ class Generator:
         reading = {"padding": True, "return_tensors": "pt", "return_token_type_ids": False, **self.options}
         inputs = self.tokenizer(list(prompts), **reading).to(DEVICE)
         options = {"max_new_tokens": MAX_NEW_TOKENS, "pad_token_id": self.tokenizer.pad_token_id}
-        options["do_sample"] = temperature > 0
-        if temperature > 0:  # the model's own top-k and top-p stay out: a temperature means what it says
-            options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+        if temperature > 0:
+            options |= {"do_sample": True, "temperature": temperature}
         torch.manual_seed(int(hashlib.sha1(repr(prompts).encode()).hexdigest(), 16) % 2**32)
         tokens = self.model.generate(**inputs, **options)
         written = tokens[:, 1 if self.is_seq2seq else inputs["input_ids"].shape[1] :]  # (prompts, new tokens)
@@ -610,31 +604,26 @@ class QASystem:
 
     def __init__(self, corpus):
         self.corpus = corpus
-        self.vocabulary = set(words_of(" ".join(map(paragraph_text, corpus))))
-        texts = [" ".join([row["title"]] * TITLE_WEIGHT + [row["text"]]) for row in corpus]
+        words = [words_of(row["title"]) * TITLE_WEIGHT + words_of(row["text"]) for row in corpus]
         self.index = bm25s.BM25()
-        self.index.index(bm25s.tokenize(texts, return_ids=False, show_progress=False), show_progress=False)
+        self.index.index(words, show_progress=False)
         self.reranker = None
         if 1 in RERANKS:
             self.reranker = Trigrams(corpus) if RERANKER == "lexical" else CrossEncoder()
         self.generator = Generator()
-        if COST != "seconds":
-            self.ranked = functools.lru_cache(1000)(self.ranked)  # all actions need the same
+        self.ranked = functools.lru_cache(1000)(self.ranked)  # all actions need the same
 
     def search(self, question, count):
-        """Returns (paragraphs, scores) of the `count` best, best first; of equal ones the earlier. If a
-        question has no word that BM25 counts, all paragraphs score 0."""
-        (words,) = bm25s.tokenize([question], return_ids=False, show_progress=False)
-        scores = np.zeros(len(self.corpus), dtype=np.float32)
-        if words:
-            scores = self.index.get_scores(words)
+        """Returns (paragraphs, scores) of the `count` best, best first; of equal ones the earlier. If no
+        paragraph has a word of the question, all score 0."""
+        scores = self.index.get_scores(words_of(question) or [""])
         order = np.argsort(-scores, kind="stable")[:count]
         return [self.corpus[i] for i in order], scores[order]
 
     def observe(self, question):
         """Returns the observation of a question, a list of E numbers."""
         paragraphs, scores = self.search(question, 20)
-        return list(observe(question, scores, paragraphs, self.vocabulary).values())
+        return list(observe(question, scores, paragraphs, self.index.vocab_dict).values())
 
     def ranked(self, question, rerank):
         """Returns the question's paragraphs, best first, at least as many as the largest action may read."""
@@ -649,49 +638,105 @@ class QASystem:
 # ================================================================ questions and their answers
 
 
+def texts_of(value):
+    """Returns the texts of a field: one of a text or number, several of a list, none of a gap."""
+    items = value if isinstance(value, list) else [value]
+    texts = []
+    for item in items:
+        if isinstance(item, (list, dict, bytes)):
+            raise ValueError(f"{item!r:.99} is no text or number")
+        if isinstance(item, float) and item.is_integer():
+            item = int(item)  # numbers of a column with gaps are floats
+        text = "" if item is None else unicodedata.normalize("NFC", str(item))
+        text.encode()  # fails for half of an emoji
+        if text.strip() not in ("", "nan"):
+            texts.append(text)
+    return texts
+
+
+def read_cell(text):
+    """Returns the text of a csv cell, or the list that it has as JSON."""
+    try:
+        return json.loads(text) if text.startswith("[") else text
+    except ValueError:
+        raise ValueError(f"a cell with [ is a JSON list, and not {text!r:.99}") from None
+
+
+def records_of(path):
+    """Yields the records of a .jsonl (lines, or an array), .csv or .parquet file."""
+    csv.field_size_limit(2**31 - 1)  # documents are longer than the default, 131,072
+    if path.suffix == ".parquet":
+        yield from pyarrow.parquet.read_table(path).to_pylist()
+        return
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        if path.suffix == ".csv":
+            yield from csv.DictReader(file, strict=True)  # strict: an open quote does not swallow the rest
+            return
+        text = file.read()
+    if text.lstrip().startswith("["):
+        yield from json.loads(text)
+    else:
+        yield from (json.loads(line) for line in text.split("\n") if line.strip())
+
+
 def read_file(name, fields):
-    """Returns the records of the file `name`.jsonl, .csv or .parquet in DATASET. Each has these fields."""
+    """Returns the records of the file `name` in DATASET, {field: text, or texts of answer and gold}."""
     paths = [x for x in Path(DATASET).glob(f"{name}.*") if x.suffix in (".jsonl", ".csv", ".parquet")]
     if len(paths) != 1:
         raise UserError(f"DATASET = {DATASET!r} needs one of {name}.jsonl, {name}.csv and {name}.parquet")
-    records = []
-    csv.field_size_limit(2**31 - 1)  # documents are longer than the default, 131,072
+    rows = []
     try:
-        if paths[0].suffix == ".parquet":
-            records = pyarrow.parquet.read_table(paths[0]).to_pylist()
-        with open(paths[0], encoding="utf-8-sig", newline="") as file:
-            if paths[0].suffix == ".csv":  # strict: an open quote does not swallow the rest
-                records.extend(csv.DictReader(file, strict=True))
-            if paths[0].suffix == ".jsonl":
-                records.extend(map(json.loads, filter(str.strip, file)))
+        for record in records_of(paths[0]):
+            if not isinstance(record, dict) or None in record:
+                raise ValueError(f"this is no object, or has too many fields: {record!r:.99}")
+            row = {}
+            for field in fields:
+                value = record.get(field)
+                if paths[0].suffix == ".csv" and field in ("answer", "gold"):
+                    value = read_cell(value or "")
+                row[field] = texts_of(value)
+                if not row[field] and field not in ("type", "gold"):
+                    raise ValueError(f"no {field} in {record!r:.200}")
+                if field not in ("answer", "gold"):
+                    row[field] = " ".join(row[field])
+            rows.append(row)
     except (ValueError, csv.Error) as error:
-        raise UserError(f"{paths[0]}: after {len(records)} records: {first_line(error)}") from None
-    for number, record in enumerate(records, 1):
-        for field in fields:
-            if record.get(field) in (None, "", []) or None in record:
-                raise UserError(f"{paths[0]}: record {number} has no {field}, or too many fields: {record}")
-    return records
+        raise UserError(f"{paths[0]}: record {len(rows) + 1}: {first_line(error)}") from None
+    return rows
 
 
 def load_questions():
     """Returns the questions {"question", "answer" (a text or a list of right ones), "type", "gold" (titles),
     "split"}, and the corpus {"title", "text"}. What stands there twice counts once."""
-    corpus = {}
-    for row in read_file("corpus", ["title", "text"]):
-        paragraph = {"title": str(row["title"]), "text": str(row["text"])}
-        corpus.setdefault(paragraph_text(paragraph), paragraph)
-    questions = {}
-    for record in read_file("questions", ["question", "answer"]):
-        answer, gold = record["answer"], record.get("gold") or []
-        row = {"question": str(record["question"]), "type": str(record.get("type") or "")}
-        row["answer"] = list(map(str, answer)) if isinstance(answer, list) else str(answer)
-        row["gold"] = gold if isinstance(gold, list) else [gold]
-        questions.setdefault(" ".join(words_of(row["question"])), row)  # in no two splits
+    corpus = {paragraph_text(row): row for row in read_file("corpus", ["title", "text"])}
+    titles = set(column(corpus.values(), "title"))
+    questions, repeated, unknown = {}, [], []
+    forms = {"": {""}}  # {what EM and F1 compare: what their strict forms do}
+    for row in read_file("questions", ["question", "type", "answer", "gold"]):
+        unknown += sorted(set(row["gold"]) - titles)
+        for gold in row["answer"]:
+            form = forms.setdefault(rewards.normalise_answer(gold), set())
+            form.add(rewards.normalise_answer(gold, strict=True))
+        if len(row["answer"]) == 1:
+            row["answer"] = row["answer"][0]
+        key = " ".join(row["question"].casefold().split()).rstrip("? ")
+        if questions.setdefault(key, row) is not row:  # in no two splits
+            repeated.append(row["question"])
+    confused = [sorted(form) for form in forms.values() if len(form) > 1 and not STRICT]
+    warnings = {
+        "questions stand there twice: the first counts": repeated,
+        "gold titles are not in the corpus": unknown,
+        "groups of gold answers are the same to EM and F1, but for STRICT=True": confused,
+    }
+    for text, examples in warnings.items():
+        if examples:
+            print(f"WARNING: {len(examples)} {text}, such as {examples[0]!r}", flush=True)
     rows = np.random.default_rng(SPLIT_SEED).permutation(list(questions.values()))[:SAMPLE]
     num_test = min(TEST_QUESTIONS, max(1, len(rows) * 4 // 15))
     num_validation = min(VALIDATION_QUESTIONS, max(1, len(rows) * 2 // 15))
-    if len(rows) <= num_test + num_validation:
-        raise UserError(f"DATASET = {DATASET!r} has {len(rows)} questions: that is too few")
+    if len(rows) <= num_test + num_validation or not corpus:
+        counts = f"{len(rows)} questions and {len(corpus)} paragraphs"
+        raise UserError(f"DATASET = {DATASET!r} has {counts}: that is too few")
     splits = ["test"] * num_test + ["validation"] * num_validation + ["train"] * len(rows)
     for row, split in zip(rows, splits):
         row["split"] = split
@@ -699,29 +744,31 @@ def load_questions():
 
 
 def system_digest(qa):
-    """Returns a text that changes with all that decides an answer: models, prompts, corpus, and classes."""
+    """Returns a text that changes with all that decides an answer: models, prompts, corpus, and code."""
     facts = [GENERATOR, RERANKER, DTYPE, PROMPT, PARAGRAPH, CHAT_TEMPLATE, MAX_PROMPT_TOKENS, MAX_NEW_TOKENS]
-    facts += [TITLE_WEIGHT, RERANK_DEPTH, COST == "seconds", qa.corpus]
+    facts += [TITLE_WEIGHT, RERANK_DEPTH, qa.corpus]
+    facts += [torch.__version__, transformers.__version__, bm25s.__version__]
+    facts += map(inspect.getsource, (words_of, paragraph_text, answer_block))
     for part in filter(None, (qa, qa.reranker, qa.generator)):
-        facts += map(inspect.getsource, filter(inspect.isfunction, vars(type(part)).values()))
+        facts += map(inspect.getsource, dict(inspect.getmembers(type(part), inspect.isfunction)).values())
         if hasattr(part, "model"):
             facts.append(getattr(part.model.config, "_commit_hash", None))  # of the hub; a folder has files
-            for path in sorted(Path(part.model.name_or_path).glob("*.*")):
-                facts.append([path.name, path.stat().st_size, path.stat().st_mtime_ns])
+    for folder in filter(None, (GENERATOR, RERANKER)):
+        for path in sorted(filter(Path.is_file, Path(folder).glob("*"))):
+            with open(path, "rb") as file:
+                facts.append([path.name, hashlib.file_digest(file, "sha1").hexdigest()])
     return hashlib.sha1(json.dumps(facts).encode()).hexdigest()
 
 
 def answer_block(qa, questions, action):
     """Returns a record for each question (a text): top_k, temperature, rerank, titles (of what was read),
-    response, tokens (read and written), pairs (read by the reranker), seconds (of the block per question)."""
+    response, tokens (read and written by the generator), pairs (read by the reranker)."""
     top_k, temperature, rerank = action
-    started = time.perf_counter()
     paragraphs = [qa.ranked(question, rerank)[:top_k] for question in questions]
     prompts, num_read = zip(*map(qa.generator.prompt, questions, paragraphs))
     answers = qa.generator.answers(prompts, temperature)
     shared = dict(zip(("top_k", "temperature", "rerank"), action))
     shared["pairs"] = rerank * min(RERANK_DEPTH, len(qa.corpus))
-    shared["seconds"] = (time.perf_counter() - started) / len(questions)
     records = []
     for found, number, (text, tokens) in zip(paragraphs, num_read, answers):
         titles = column(found[:number], "title")
@@ -737,6 +784,12 @@ def answer_all(questions, qa):
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = {}  # {questions and an action, as text: records}
     table = []
+    num_blind = 0
+    for question in column(questions, "question"):
+        qa.generator.prompt(question, [])  # refuses one that is too long before any is answered
+        num_blind += not qa.search(question, 1)[1].any()
+    if num_blind:
+        print(f"WARNING: BM25 finds no paragraph for {num_blind} of {len(questions)} questions", flush=True)
     with open(path, "a+") as file:
         file.seek(0)
         for line in file:
@@ -823,24 +876,21 @@ class Run:
             self.wandb = wandb.init(dir=self.folder, config=constants(), id=state.wandb_id, resume="allow")
             state.wandb_id = self.wandb.id
 
+    # differs: no model is trained
     def compare(self, state, is_complete):
-        """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights are
-        those of the checkpoint. Refuses a complete run that would end as if it had trained what changed."""
+        """Prints what changed since the checkpoint that is resumed. Refuses a complete run that would end as
+        if it had trained what changed."""
         if not self.checkpoint:
             return
         earlier = json.loads((self.checkpoint / "run.json").read_text())
         changes = [(k, x) for k, x in constants().items() if earlier["constants"].get(k, x) != x]
-        changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR", "TEST_FILE")]
+        changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR")]
         print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
         for name, what in {"text": "file", "data": "data"}.items():
             if earlier.get(name) != self.facts.get(name):
                 changes.append(f"the {what} changed since step {state.step}")
                 print(changes[-1], flush=True)
         hint = "RESUME=no or another OUTPUT_DIR begins another run"
-        for name in ("ACTOR_MODEL", "CRITIC_MODEL", "BASE_MODEL"):
-            model = earlier["constants"].get(name)
-            if model != constants().get(name):
-                raise UserError(f"the weights of {self.checkpoint} are of {name}={model}: {hint}")
         if is_complete and changes:
             raise UserError(f"complete at step {state.step}, but {'; '.join(changes)}: {hint}")
 
@@ -1040,13 +1090,15 @@ def check_constants():
     """Refuses values that would fail silently or late."""
     check_numbers(
         "SAMPLE TEST_QUESTIONS VALIDATION_QUESTIONS RERANK_DEPTH MAX_PROMPT_TOKENS MAX_NEW_TOKENS "
-        "QUESTIONS_AT_ONCE HIDDEN_SIZE N_STEPS BATCH_SIZE GROUP_EPOCHS KEEP_LAST_N_CHECKPOINTS "
-        "COST_TOKENS COST_PAIRS"
+        "QUESTIONS_AT_ONCE HIDDEN_SIZE N_STEPS BATCH_SIZE GROUP_EPOCHS KEEP_LAST_N_CHECKPOINTS"
     )
     rules = {
-        "COST is reading or seconds": COST in ("reading", "seconds"),
-        "COST = seconds needs QUESTIONS_AT_ONCE = 1": COST == "reading" or QUESTIONS_AT_ONCE == 1,
-        "RERANKS are 0 and, with a RERANKER, 1": set(RERANKS) <= ({0, 1} if RERANKER else {0}),
+        "TOP_KS are whole numbers above 0": TOP_KS and all(type(k) is int and k > 0 for k in TOP_KS),
+        "TEMPERATURES are 0 or above": TEMPERATURES and all(0 <= x < math.inf for x in TEMPERATURES),
+        "RERANKS are 0 and, with a RERANKER, 1": RERANKS and set(RERANKS) <= {0, int(bool(RERANKER))},
+        "DTYPE is float32 or bfloat16": DTYPE in ("float32", "bfloat16"),
+        "CLIP_RANGE and MAX_GRAD_NORM are above 0": min(CLIP_RANGE, MAX_GRAD_NORM) > 0,
+        "COST_TOKENS and COST_PAIRS are above 0": min(COST_TOKENS, COST_PAIRS) > 0,
         "FIXED_ACTION is None or one of the actions": FIXED_ACTION in (None, *all_actions()),
         "PROMPT contains {contexts} and {question}": "{contexts}" in PROMPT and "{question}" in PROMPT,
     }

@@ -1,8 +1,6 @@
-"""Reward functions of texts, and how a trainer finds and calls them: the one module that trainers share.
-
-A reward function takes (prompts, responses, answers), lists of one length, and returns a number for each row.
-An answer is a text, a number, or a list of gold answers of which the best counts, or None if there is none.
-"""
+"""Reward functions of texts, and how a trainer finds and calls them: the one module that trainers share. They
+take (prompts, responses, answers), lists of one length, and return a number for each row. An answer is a
+text, a number, a list of gold answers of which the best counts, or None."""
 
 import ast
 import functools
@@ -37,8 +35,6 @@ def find_functions(specs):
     """Returns [(name, function, weight)] of REWARD_FUNCTIONS. A name that is taken gets a number: f, f_2."""
     found = []
     names = ["reward_model"]  # trainers log the score of the reward model under this name
-    if not isinstance(specs, (list, tuple)):
-        specs = [specs]  # the error message shows it
     for spec in specs:
         match spec:
             case [function, int() | float() as weight] if math.isfinite(weight):
@@ -247,22 +243,24 @@ def answer_in(pattern, name="tagged_answer"):
     return _per_row(name, answers_equal, read)
 
 
-def normalise_answer(text):
-    """Returns a text without case, punctuation, articles and extra blanks (hotpot_evaluate_v1.py)."""
-    # Unlike there, what changes the meaning stays: in -5, 1.5, 1/2 and .5, behind one letter as in C# and B-
-    kept = r"(?<![\w-])-(?=[$.]?\d)|(?<=\d)[./](?=\d)|(?<![\w.])\.(?=\d)|(?<=\b[a-z])[-+#]+(?!\w)"
-    words = re.sub(f"({kept})|[{re.escape(string.punctuation)}]", r"\1", text.lower())
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", words).split() or words.split() or text.split())
+def normalise_answer(text, strict=False):
+    """Returns a text without case, punctuation, articles and extra blanks (hotpot_evaluate_v1.py). strict:
+    signs stay in -5, 3.5, 1/2, <5, C#, B- and the like, and nothing becomes empty, such as "A" or "+"."""
+    kept = r"^\W+$|(?<![\w-])-(?=[$.]?\d)|(?<=\d)([./:^*+-]|,(?!\d{3}))(?=\d)|(?<![\w.])\.(?=\d)"
+    kept = rf"{kept}|[<>]=?(?= ?\d)|(?<=\b[a-z])[-+#]+(?!\w)" if strict else "(?!)"
+    articles = r"\b(a|an|the)\b(?! *$)" if strict else r"\b(a|an|the)\b"
+    words = re.sub(f"({kept})|[{re.escape(string.punctuation)}]", r"\1", text.lower().strip())
+    return " ".join(re.sub(articles, " ", words).split())
 
 
-def em_score(response, answer):
+def em_score(response, answer, strict=False):
     """1.0 if both normalise to the same text, else 0.0 (hotpot_evaluate_v1.py, exact_match_score)."""
-    return float(normalise_answer(response) == normalise_answer(answer))
+    return float(normalise_answer(response, strict) == normalise_answer(answer, strict))
 
 
-def f1_score(response, answer):
+def f1_score(response, answer, strict=False):
     """F1 over the bags of normalised words, 0 to 1 (hotpot_evaluate_v1.py, f1_score)."""
-    words, gold = normalise_answer(response), normalise_answer(answer)
+    words, gold = normalise_answer(response, strict), normalise_answer(answer, strict)
     if words != gold and {words, gold} & {"yes", "no", "noanswer"}:
         return 0.0
     common = sum((Counter(words.split()) & Counter(gold.split())).values())
@@ -298,3 +296,5 @@ tagged_answer = answer_in("(?s)<answer>((?:(?!<answer>).)*?)</answer>")
 em = _per_row("em", em_score)
 f1 = _per_row("f1", f1_score)
 rouge_l = _per_row("rouge_l", rouge_l_score)
+strict_em = _per_row("strict_em", functools.partial(em_score, strict=True))
+strict_f1 = _per_row("strict_f1", functools.partial(f1_score, strict=True))

@@ -8,7 +8,7 @@ from conftest import load
 
 T = torch.tensor
 SAMPLERS = ("ppo/ppo.py", "grpo/grpo.py", "rce/rce.py")
-OTHERS = ("ppo/sft.py", "ppo/reward_model.py", "rce/dpo.py", "ppo/ppo_rag.py")
+OTHERS = ("ppo/sft.py", "ppo/reward_model.py", "rce/dpo.py")
 
 
 @pytest.mark.parametrize("path", SAMPLERS)

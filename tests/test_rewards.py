@@ -12,7 +12,7 @@ from hypothesis import given, strategies
 
 from rewards import UserError, answer_format, answer_in, answers_equal, call_reward, em, exact_answer, f1
 from rewards import final_answer, find_function, find_functions, last_number, length_penalty
-from rewards import rouge_l, tagged_answer
+from rewards import rouge_l, strict_em, tagged_answer
 
 # ---------------------------------------------------------------- answers
 
@@ -66,19 +66,27 @@ CASES = r"""
 exact_answer | #### | != |  | #### | nothing | \boxed{} || last_number | 9500 | \boxed{\$9{,}500} | != | 500
 exact_answer | \boxed{} | != |  | #### | nothing | \boxed{} || last_number | 1200 | 1\,200 | != | 200
 exact_answer | so \boxed {7} | \boxed{7}\boxed{} | \fbox{7} | != | \boxed{7}\boxed{8}
-exact_answer | \boxed{7}. \n\n#### Note | \boxed{7} | != | \boxed{Note} | #### Note || f1 | -5 | -5. | != | 5
+exact_answer | \boxed{7}. \n\n#### Note | \boxed{7} | != | \boxed{Note} | #### Note
 exact_answer | so $\boxed\frac{1}{2}$ | \boxed{\frac12} | \boxed\frac12 | != | \boxed{12} | 1/2
 last_number | #### 7 | 3 + 4 = 7 apples. | 9-7 | 9 - 7 | 1–7 | 1, 7, | $7.00. | != | 7, 8 | it is -7
 last_number | -0.5 | so -1/2 | it is −.5 | -\frac{1}{2} | != | 5-0.5 | 0.5 | -1\frac{1}{2}
-last_number | 1e+16 | so 10000000000000000 | 1e16. | != | 16 | 1 || em | B | b | != |  | A | B-
+last_number | 1e+16 | so 10000000000000000 | 1e16. | != | 16 | 1
 last_number | 3 | The answers are 1,2,3 | (x, 3) | != | so the answer is –3 | x = - 3 | (-3)
-last_number | -3 | x = - 3 | so −3 | is –3 | (-3) | != | 3 | 5 - 3 || em | 15 | 15. | != | 1.5 | -15 | 1/5
-last_number | -5 | - $5 | = -\$5 | $-5$ | != | -€5 | 5 | 9 - 5 || em | -5 | (-5) | -$5 | != | 5 | -.5
+last_number | -3 | x = - 3 | so −3 | is –3 | (-3) | != | 3 | 5 - 3
+last_number | -5 | - $5 | = -\$5 | $-5$ | != | -€5 | 5 | 9 - 5
 last_number | 5 | $5 | 4–5 | != | = -\$5 | - $5 | $-5$ || last_number | 1234.5 | $1,234.50! | != | 234.5
-last_number | 10000 | that is 10 000 | 10 000 | != | 10 000 000 | 000 || em | C# | c# | != | C++ | C
-last_number | 500 | 2020, 500 | != | \boxed{\$9{,}500} || em | A | A | (a). | A. | != | the |  | an | B
-last_number | 1.5 | so 1 1/2 cups | 1\frac{1}{2} | != | 1/2 || em | ... | ... | != |  | !?
-em | 9-to-5 (U.S.) | The 9to5, US! | != | 9 to 5 us || f1 | A | A | != | the |  | -5
+last_number | 10000 | that is 10 000 | 10 000 | != | 10 000 000 | 000
+last_number | 500 | 2020, 500 | != | \boxed{\$9{,}500}
+last_number | 1.5 | so 1 1/2 cups | 1\frac{1}{2} | != | 1/2
+strict_f1 | -5 | -5. | != | 5 || strict_em | B | b | != |  | A | B-
+strict_em | 15 | 15. | != | 1.5 | -15 | 1/5 || strict_em | -5 | (-5) | -$5 | != | 5 | -.5
+strict_em | C# | c# | != | C++ | C || strict_em | A | A | (a). | A. | != | the |  | an | B
+strict_em | ... | ... | != |  | !? || strict_em | 9-to-5 (U.S.) | The 9to5, US! | != | 9 to 5 us
+strict_f1 | A | A | != | the |  | -5 || strict_em | <5 | <5. | != | >5 | 5
+strict_em | 10:30 | 10:30! | != | 1030 || strict_em | 1,5 | 1,5 | != | 15
+strict_em | the band | Band. | != | the || strict_em | vitamin A | Vitamin A! | != | vitamin
+strict_em | + | + | != | - || em | A | the |  | != | B || em | -5 | 5 | != | 6 || em | C# | C++ | != | D
+em | 3.5 | 35 | != | 3 5 || f1 | A | != | A
 """  # reward function | gold answer | right responses | != | wrong responses
 NASTY = r"""
 9^{9^{9}} | 9^(9^9) | 9^{-9^9} | 9^{\frac{9^9}{1}} | 9^{{(9)}^9} | 9^\left(9^9\right) | (x+1)^{9999} | 9!!!
@@ -187,7 +195,7 @@ def test_a_format_of_the_users_is_a_pattern_with_one_group():
             answer_in(pattern)
 
 
-@pytest.mark.parametrize("function", [exact_answer, last_number, tagged_answer, em, f1, rouge_l])
+@pytest.mark.parametrize("function", [exact_answer, last_number, tagged_answer, em, f1, rouge_l, strict_em])
 @pytest.mark.parametrize("answer", [None, [], [None], "", " ", float("nan"), "nan"])
 def test_a_missing_gold_answer_is_an_error_that_names_the_prompt(function, answer):
     with pytest.raises(UserError, match=f"{function.__name__} .*second prompt"):
@@ -247,7 +255,7 @@ def test_reward_functions_get_names_that_differ():
     assert found == [*zip(names, [*functions, tagged_answer], [0.5] * 5 + [1])]
 
 
-WRONG = [["em"], ("em", 1.0), "em", None, [("em", "1")], [("em", float("nan"))], [("em", 1, 2)], [(None, 1)]]
+WRONG = [["em"], ("em", 1.0), "em", [("em", "1")], [("em", float("nan"))], [("em", 1, 2)], [(None, 1)]]
 
 
 @pytest.mark.parametrize("specs", WRONG, ids=repr)
