@@ -1160,13 +1160,13 @@ def make_row(tokenizer, prompt, answer=None, row_id="the prompt", columns=None):
     return {"id": row_id, "prompt": prompt, "answer": golds or None, "columns": columns or {}, "ids": ids}
 
 
+# differs: a prompt is not trained, so its messages have no weights and no thoughts
 def read_message(message):
     """Returns a message of a chat, whose content is a text. Refuses what a chat template would misread."""
     if not isinstance(message, dict):
         raise ValueError(f"a chat is a list of messages, not of {message!r:.80}")
-    known = ["role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking"]
+    known = ["role", "content", "name", "tool_calls", "tool_call_id"]
     message = {key: x for key, x in message.items() if x is not None}  # parquet and json fill absent keys
-    marks = [message.pop(key) for key in ("weight", "train", "trainable", "loss_mask") if key in message]
     content = message.get("content", "" if "tool_calls" in message else None)
     if isinstance(content, list) and all(set(part) == {"type", "text"} for part in content):
         content = "".join(column(content, "text"))
@@ -1174,10 +1174,6 @@ def read_message(message):
         raise ValueError(f"a message has {', '.join(known)}, and its content is a text: {message!r:.200}")
     if message.get("role") not in ("system", "developer", "user", "assistant", "tool"):
         raise ValueError(f"a message has an unknown role: {message!r:.200}")
-    if not set(marks) <= {0, 1}:
-        raise ValueError(f"a weight is 0 (the message is not trained) or 1: {marks} of {message!r:.200}")
-    if 0 in marks:
-        message["weight"] = 0
     if "tool_calls" in message:
         message["tool_calls"] = list(map(read_call, message["tool_calls"]))
     return {**message, "content": content}

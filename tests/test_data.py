@@ -198,6 +198,20 @@ def test_a_tool_call_of_parquet_has_no_arguments_that_were_filled_in(read, tmp_p
     assert [row["prompt"] for row in rows] == chats
 
 
+def test_arguments_given_as_json_are_those_of_a_dict(grpo):
+    plain = transformers.AutoTokenizer.from_pretrained(TINY / "policy")
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+    plain.chat_template = "{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}"
+    ids = []
+    for arguments in ({"x": 1}, '{"x": 1}'):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        ids.append(grpo.encode(plain, [{"role": "assistant", "tool_calls": [call]}, USER]))
+    assert ids[0] == ids[1]
+    call["function"]["arguments"] = "{'x': 1}"
+    with pytest.raises(ValueError, match="arguments of a tool call are a dict"):
+        grpo.encode(plain, [{"role": "assistant", "tool_calls": [call]}, USER])
+
+
 def test_a_template_that_drops_a_message_is_refused(grpo, tokenizer):
     plain = transformers.AutoTokenizer.from_pretrained(TINY / "policy")
     plain.chat_template = (
