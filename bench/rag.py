@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def test_figures(folder, words):
     """Returns test.json of a run with these KEY=VALUE words."""
-    command = [sys.executable, ROOT / "ppo/ppo_rag.py", *words, f"OUTPUT_DIR={folder}", "RESUME=yes"]
+    command = [sys.executable, ROOT / "ppo/ppo_rag.py", *words, f"OUTPUT_DIR={folder}", "RESUME=no"]
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     return json.loads((folder / "test.json").read_text())
 

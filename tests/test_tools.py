@@ -72,6 +72,7 @@ def test_a_step_and_the_worst_or_best_can_be_asked_for(show, tmp_path):
         assert responses(show(run, *words)) == wanted
     write(run, *(sample(1, n, chr(97 + n)) for n in range(20)))
     assert responses(show(run, "BY=worst")) == "abcdefghij"
+    assert show(write(run, {"step": 1, "read": "a\nb"})) == "step 1\nread\n    a\n    b\n\n"
 
 
 def test_escapes_are_spelt_out_and_a_line_half_written_is_left_out(show, tmp_path):
