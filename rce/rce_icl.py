@@ -90,6 +90,7 @@ TRAIN_DATASET |= {"input": "question", "output": "answer"}
 # None: a fifth of TRAIN_DATASET is held out
 TEST_DATASET: dict | None = {**TRAIN_DATASET, "path": f"{ROOT}/data/market/test.csv"}
 GOLDS = "aliases"  # of a list of golds: aliases (the best counts) | annotators (VQA: one answer per person)
+MAX_LABELS = 500  # data with more different answers have free texts: no rule classifies them
 VALIDATION_QUESTIONS = 200  # of the training rows, at most a fifth: neither trained on nor shown
 TEST_QUESTIONS: int | None = 500  # the first ones; None: all
 
@@ -102,7 +103,6 @@ CHAT_TEMPLATE = True  # use the model's chat template if it has one; False: plai
 MAX_ANSWER_TOKENS = 8
 READER_BATCH_SIZE = 128  # prompts that a model reads at once
 EMBEDDING = "tfidf"  # tfidf, or a folder or hub name of a sentence model, of CLIP or of SigLIP
-EMBEDDING_SIZE = 4000  # of tfidf: the commonest words
 DTYPE = "float32"  # float32 | bfloat16, of reader and embedding
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1
 
@@ -300,18 +300,25 @@ class ICLTrainer:
         self.exact = find_exact(chain(self.demos, *self.splits.values()))
         self.run.facts["data"] = digest([(row["text"], row["golds"]) for row in self.demos])
         self.seed_step()  # for the first weights
-        with loading(f"EMBEDDING={EMBEDDING}"):
+        try:
+            loaded = f"EMBEDDING={EMBEDDING}"
             self.corpus = Corpus(self.demos, self.device)
-        with loading(f"READER={READER}"):
+            loaded = f"READER={READER}"
             self.reader = self.load_reader()
-        self.policy = Pointer(self.corpus.candidates.shape[1]).to(self.device)
-        self.best = deepcopy(self.policy)
-        self.reference = deepcopy(self.policy)  # in GRPO the best policy of RCE
-        self.models = {"policy": self.policy, "best": self.best, "reference": self.reference}
-        self.optimizer = torch.optim.AdamW(self.policy.parameters(), weight_decay=WEIGHT_DECAY)
-        if self.run.checkpoint:
-            with loading(f"the checkpoint {self.run.checkpoint}"):
+            self.policy = Pointer(self.corpus.candidates.shape[1]).to(self.device)
+            self.best = deepcopy(self.policy)
+            self.reference = deepcopy(self.policy)  # in GRPO the best policy of RCE
+            self.models = {"policy": self.policy, "best": self.best, "reference": self.reference}
+            self.optimizer = torch.optim.AdamW(self.policy.parameters(), weight_decay=WEIGHT_DECAY)
+            loaded = f"RESUME={self.run.checkpoint}"
+            if self.run.checkpoint:
                 self.load_state(self.run.checkpoint)
+        except (UserError, TypeError, AttributeError, NameError):  # said already, or a mistake in the program
+            raise
+        except Exception as error:  # the libraries raise many types
+            raise UserError(
+                f"{loaded} cannot be loaded ({type(error).__name__}: {first_line(error)})"
+            ) from error
         for questions in self.splits.values():
             self.corpus.add_pools(questions, POOL_SIZE)
 
@@ -803,7 +810,7 @@ def make_embedder(rows, device):
     """Returns a function of rows that gives their vectors, (rows, d). Replace it by one of your own."""
     if EMBEDDING == "tfidf":
         pattern = r"\w+|[^\w\s]+"  # labels may be signs
-        options = {"sublinear_tf": True, "token_pattern": pattern, "max_features": EMBEDDING_SIZE}
+        options = {"sublinear_tf": True, "token_pattern": pattern, "max_features": 4000}
         vectorizer = TfidfVectorizer(**options).fit(column(rows, "text"))
         return lambda rows: vectorizer.transform(column(rows, "text")).toarray()
     model = load_model(transformers.AutoModel, EMBEDDING).to(device)
@@ -848,18 +855,13 @@ def unit(vectors):
 
 def normalise(text):
     """Returns an answer as it is compared: lower case, without quotes around it, an article before it and
-    punctuation after it. Other signs stay, and so does an answer that is nothing else."""
-    if GOLDS == "annotators":
-        return normalise_vqa(text)
-    text = " ".join(text.lower().split())
-    bare = re.sub(r"""^(["'])(.+)\1$""", r"\2", text).rstrip(".,;!?")
-    return re.sub(r"^(a|an|the) (?=\S)", "", bare) or text
-
-
-def normalise_vqa(text):
-    """Returns an answer as the VQA evaluation compares it: lower case, number words as digits, no articles,
-    no punctuation but decimal points. No apostrophes stand for its table of contractions. Unlike there, a
-    sign before a digit stays, and so does an answer that is nothing but signs."""
+    punctuation after it. Annotators' answers are compared as VQA does: number words as digits, no articles,
+    no punctuation but decimal points (no apostrophes stand for its table of contractions), and a sign before
+    a digit. What is nothing else stays."""
+    if GOLDS == "aliases":
+        text = " ".join(text.lower().split())
+        bare = re.sub(r"""^(["'])(.+)\1$""", r"\2", text).rstrip(".,;!?")
+        return re.sub(r"^(a|an|the) (?=\S)", "", bare) or text
     cleaned = re.sub(r"(?<=\d),(?=\d)|\.(?!\d)|'", "", text.lower())
     words = re.sub(r"(?!(?<!\w)[-+]\.?\d)[^\w\s.:$%]|_", " ", cleaned).split() or text.split()
     words = [word for word in words if word not in ("a", "an", "the")] or words  # the answer may be A
@@ -879,7 +881,7 @@ def find_exact(rows):
 
 def vqa_accuracy(response, golds):
     """Returns VQA's accuracy: min(agreeing annotators / 3, 1), mean over leaving each out (1505.00468)."""
-    agrees = [normalise_vqa(gold) == normalise_vqa(response) for gold in golds]
+    agrees = [normalise(gold) == normalise(response) for gold in golds]
     if len(golds) == 1:
         return float(agrees[0])
     return np.mean([min((sum(agrees) - one) / 3, 1.0) for one in agrees]).item()
@@ -1089,9 +1091,9 @@ def load_rows(spec):
     rows = []
     where = f"the data set {spec}"
     try:
-        known = {"path", "type", "name", "split", "input", "output", "image"}
-        if not spec.keys() <= known:
-            raise ValueError(f"a key is not one of {sorted(known)}")
+        required, optional = {"path", "type", "input", "output"}, {"name", "split", "image"}
+        if not required <= spec.keys() <= required | optional:
+            raise ValueError(f"it must have {sorted(required)} and may have {sorted(optional)}")
         for number, record in enumerate(read_records(spec), 1):
             where = f"{Path(spec['path']).name}:{number}"
             columns = {spec[key] for key in ("input", "output", "image") if key in spec}
@@ -1200,7 +1202,6 @@ def find_device():
     return torch.device(DEVICE.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
 
 
-MAX_LABELS = 500  # more different answers than that are free texts: no rule classifies them
 PANELS = "accuracy reward entropy policy_loss grad_norm kl".split()  # of rce_icl_metrics_with_entropy.png
 
 
@@ -1365,17 +1366,6 @@ def digest(items):
 
 
 @contextmanager
-def loading(what):
-    """Names what could not be loaded: the libraries raise many types of errors."""
-    try:
-        yield
-    except (UserError, TypeError, AttributeError, NameError):  # said already, or a mistake in the program
-        raise
-    except Exception as error:
-        raise UserError(f"{what} cannot be loaded ({type(error).__name__}: {first_line(error)})") from error
-
-
-@contextmanager
 def atomic_folder(path):
     """Gives a folder to fill, which is then renamed to `path`: it is there whole or not at all."""
     tmp = path.with_name(path.name + ".tmp")
@@ -1487,7 +1477,7 @@ def check_numbers(counts):
 def check_constants():
     """Refuses values that would fail silently or late."""
     check_numbers(
-        "VALIDATION_QUESTIONS TEST_QUESTIONS MAX_ANSWER_TOKENS READER_BATCH_SIZE EMBEDDING_SIZE SHOTS "
+        "VALIDATION_QUESTIONS TEST_QUESTIONS MAX_ANSWER_TOKENS READER_BATCH_SIZE SHOTS "
         "POOL_SIZE MINE_QUESTIONS GROUP_SIZE GROUP_EPOCHS HIDDEN_SIZE BATCH_SIZE KEEP_LAST_N_CHECKPOINTS"
     )
     mode_is_known = callable(REWARD_MODE) or REWARD_MODE in reward_modes
