@@ -310,6 +310,9 @@ def test_one_csv_of_ones_own_is_enough(icl, tmp_path):
     assert {len(question["pool"]) for question in trainer.splits["train"]} == {module.POOL_SIZE}
     trainer.train()
     assert (tmp_path / "run/eval_test.json").exists()
+    other = icl(TRAIN_DATASET=data, TEST_DATASET=None, RESUME="yes", QUESTION="Ask: {text}\nAnswer:")
+    with pytest.raises(ValueError, match="the mined lists of .* are of QUESTION='Question: "):
+        with_reader(other, lambda numbers: 0.5).train()
     rows = [json.dumps({"text": f"what is it{n}", "label": ["x"] * 6 + ["y"] * 4}) for n in range(60)]
     (tmp_path / "vqa.jsonl").write_text("\n".join(rows))
     data |= {"path": str(tmp_path / "vqa.jsonl"), "type": "jsonl"}

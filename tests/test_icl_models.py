@@ -6,7 +6,6 @@ import torch
 import transformers
 from conftest import ROOT, TINY, byte_tokenizer, load
 from PIL import Image
-from program import run_program
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
@@ -134,12 +133,6 @@ def test_the_shipped_reader_reads_its_demonstrations(tmp_path):
         texts = trainer.reader.answers(asked)
         right = [text == question["golds"][0] for text, (question, _) in zip(texts, asked)]
         assert least <= np.mean(right) <= most and len(asked) > 100
-
-
-def test_the_markets_rows_come_from_its_program(tmp_path):
-    run_program(ROOT / "data/make_market.py", "STEPS=0", f"OUT={tmp_path}", cwd=ROOT)
-    for name in ("train.csv", "test.csv", "reader/tokenizer.json"):
-        assert (tmp_path / name).read_bytes() == (ROOT / "data/market" / name).read_bytes()
 
 
 # ---------------------------------------------------------------- images
