@@ -21,25 +21,39 @@ import torch
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
+MARKET = ["{ROOT}/data/market/train.csv", "{ROOT}/data/market/test.csv"]
 
 
-def load_trainer(run):
+def read_run(run):
+    """Returns the test's results, {name: accuracy of each question, by shots}, and the constants of a run."""
+    try:
+        results = json.loads((run / "eval_test.json").read_text())
+        constants = json.loads((run / "training_config.json").read_text())["constants"]
+    except OSError as error:
+        sys.exit(f"icl.py: {run} is not a run of rce_icl.py that has ended ({error})")
+    sets = [constants[name] or {} for name in ("TRAIN_DATASET", "TEST_DATASET")]
+    if [spec.get("path") for spec in sets] == MARKET and constants["SHOTS"] == 2:
+        results["told guild and region"] = told_accuracies(constants)
+    return results, constants
+
+
+def load_trainer(constants):
     """Returns a trainer with the constants of a run, which writes nothing there."""
     spec = importlib.util.spec_from_file_location("rce_icl", ROOT / "rce/rce_icl.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for name, value in json.loads((run / "training_config.json").read_text())["constants"].items():
+    for name, value in json.loads(json.dumps(constants).replace("{ROOT}", str(ROOT))).items():
         setattr(module, name, value)
     module.OUTPUT_DIR = tempfile.mkdtemp()
     return module.ICLTrainer("no")
 
 
-def told_accuracies(run):
+def told_accuracies(constants):
     """Returns the accuracies of each question by number of shots, of one who is told guild and region."""
-    trainer = load_trainer(run)
+    trainer = load_trainer(constants)
     facts = {}  # {text: (guild, region)}
-    for name in ("train", "test"):
-        with open(ROOT / f"data/market/{name}.csv", newline="") as file:
+    for path in MARKET:
+        with open(path.replace("{ROOT}", str(ROOT)), newline="") as file:
             for row in csv.DictReader(file):
                 facts[row["question"]] = row["guild"], row["region"]
     questions = trainer.splits["test"]
@@ -59,9 +73,9 @@ def told_accuracies(run):
     return by_shots
 
 
-def print_table(runs, results):
+def print_table(results):
     shots = len(results[0]["best/"])
-    print(f"| {len(results[0]['best/'][0])} test questions, {len(runs)} runs", end=" | ")
+    print(f"| {len(results[0]['best/'][0])} test questions, {len(results)} runs", end=" | ")
     print(" | ".join(f"{count} shown" for count in range(1, shots + 1)), end=" | ")
     print(f"best/ has more, {shots} shown, by run |")
     print("|---" * (shots + 2) + "|")
@@ -84,17 +98,12 @@ def draw(runs, path):
     axis.grid(alpha=0.3)
     for number, run in enumerate(runs):
         records = [json.loads(line) for line in (run / "logs/metrics.jsonl").read_text().splitlines()]
-        points = [(r["step"], r["accuracy"]) for r in records if r["phase"] == "eval"]
-        axis.plot(
-            *zip(*points),
-            "o-",
-            color="C0",
-            alpha=0.5,
-            markersize=3,
-            label=["policy, by seed", None][number > 0],
-        )
-        first = min(r["step"] for r in records if "kl" in r)
-        axis.axvline(first, color="grey", linewidth=0.8, label=["GRPO begins", None][number > 0])
+        steps, accuracies = zip(*[(r["step"], r["accuracy"]) for r in records if r["phase"] == "eval"])
+        label = ["policy, by seed", None][number > 0]
+        axis.plot(steps, accuracies, "o-", color="C0", alpha=0.5, markersize=3, label=label)
+        for first in [r["step"] for r in records if "kl" in r][:1]:
+            label = ["GRPO begins", None][number > 0]
+            axis.axvline(first, color="grey", linewidth=0.8, label=label)
     last = max(runs[0].glob("step_*"), key=lambda folder: int(folder.name[5:]))
     rules = torch.load(last / "training_state.pt", weights_only=True)["state"]["rules"]
     for color, (rule, accuracy) in enumerate(rules.items(), 1):
@@ -103,20 +112,20 @@ def draw(runs, path):
     figure.savefig(path, dpi=110)
 
 
-def main(arguments):
-    runs = [Path(argument) for argument in arguments if "=" not in argument]
-    if not runs:
-        sys.exit(__doc__)
-    results = [json.loads((run / "eval_test.json").read_text()) for run in runs]
-    config = json.loads((runs[0] / "training_config.json").read_text())["constants"]
-    if "market" in config["TRAIN_DATASET"]["path"]:
-        for run, result in zip(runs, results):
-            result["told guild and region"] = told_accuracies(run)
-    print_table(runs, results)
-    for argument in arguments:
-        if argument.startswith("PICTURE="):
-            draw(runs, argument[8:])
+def main(*words):
+    pictures = [word[8:] for word in words if word.startswith("PICTURE=")]
+    runs = [Path(word) for word in words if not word.startswith("PICTURE=")]
+    results, constants = zip(*map(read_run, runs))
+    for run, of_run in zip(runs, constants):
+        changed = [name for name, value in of_run.items() if value != constants[0].get(name)]
+        if set(changed) - {"SEED", "OUTPUT_DIR", "RESUME"}:
+            sys.exit(f"icl.py: {run} has other constants than {runs[0]}: {', '.join(changed)}")
+    print_table(results)
+    for path in pictures:
+        draw(runs, path)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if len(sys.argv) < 2 or {"-h", "--help"} & set(sys.argv):
+        sys.exit(__doc__)
+    main(*sys.argv[1:])

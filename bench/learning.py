@@ -74,7 +74,8 @@ def main(*words):
     keys = ["accuracy_sampled", "accuracy_greedy", "reward", "seconds"]
     if "show" in options:
         keys += options["show"].split(",")
-    overrides = [word for word in words if word[0] == "@" or word.split("=")[0].isupper()]
+    known = [*scripts, *seeds, *(f"{key}={value}" for key, value in options.items())]
+    overrides = [word for word in words if word not in known]  # the trainer refuses what it does not know
     out = Path(tempfile.mkdtemp(prefix="learning_"))
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     axis = figure.add_subplot(
@@ -85,7 +86,9 @@ def main(*words):
         runs = [run_seed(ROOT / script, seed, overrides, out / Path(script).stem / seed) for seed in seeds]
         print_table(script, seeds, runs, keys)
         for found in runs:
-            points = [(x["seconds"], x["accuracy_sampled"]) for x in found.values()]
+            points = [
+                (x["seconds"], x["accuracy_sampled"]) for x in found.values() if "accuracy_sampled" in x
+            ]
             label = script if found is runs[0] else None
             axis.plot(*zip(*points), "o-", color=f"C{number}", markersize=3, alpha=0.7, label=label)
     print(f"\nruns are in {out}")

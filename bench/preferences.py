@@ -294,6 +294,8 @@ if __name__ == "__main__":
     OUT.mkdir(parents=True, exist_ok=True)
     transformers.utils.logging.disable_progress_bar()
     seeds = list(map(int, filter(str.isdecimal, sys.argv[1:])))
+    if not seeds:
+        sys.exit(__doc__)
     if "real" in sys.argv:
         real(seeds)
     else:

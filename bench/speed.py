@@ -1,27 +1,38 @@
-"""Speed side by side, in rounds that alternate; one thread, processor seconds.
+"""Speed, memory and rounding of the trainers: beside transformers, trl and another checkout.
 
     python bench/speed.py rollout 20M                      # our sampling against transformers' generate
     python bench/speed.py rollout 20M 512 1024 2           # prompts of 512 tokens, 1,024 new ones, 2 prompts
+    python bench/speed.py rollout /tmp/before 20M 512 1024 2    # CPU seconds per token, before and now
+    python bench/speed.py step /tmp/before smollm2         # CPU seconds of a GRPO step, before and now
     python bench/speed.py trl                              # GRPO, SFT, reward model and DPO against trl's
     python bench/speed.py trl smollm2 dpo sft              # of one model, of two stages
     OMP_NUM_THREADS=2 python bench/speed.py trl 20M grpo   # two threads: seconds by the clock
+    python bench/speed.py response . grpo/grpo.py 8192 [KEY=VALUE ...]        # memory of a backward pass
+    MALLOC_MMAP_THRESHOLD_=262144 python bench/speed.py phases grpo/grpo.py 4 384 1024 32768 [KEY=VALUE ...]
+    python bench/speed.py ratios                           # first ratios of families of models
 
-Models are "tiny" (the shipped one), "20M" (a random Llama of 19.7 million parameters and 32,768 ids) and
-"smollm2" (bench/real.py makes it).
+One thread, processor seconds. Models are "tiny" (the shipped one), "20M" (a random Llama of 19.7 million
+parameters and 32,768 ids) and "smollm2" (bench/real.py makes it). Sides alternate. `git worktree add
+/tmp/before COMMIT` makes another checkout.
 
 `rollout` samples 8 responses to each of 32 prompts of data/tiny, up to 64 tokens. With numbers, prompts have
-random tokens, and a response ends at each token with a probability of 1 / 300 on both sides. Then it says
-where our time goes, by torch.profiler.
+random tokens, and a response ends at each token with a probability of 1 / 300 on both sides. Beside generate
+it says where our time goes, by torch.profiler.
 
 `trl` needs an environment with bench/requirements-trl.txt, and has a process per measurement. Both sides read
 the same rows in the same micro-batches, in float32, without recomputed activations. GRPO also has trl with
-all rows of a step in one pass; KL_COEF is 0.04 on both sides, rewards are all
-different, so every row is trained. Memory is the peak until the last step, of the whole process and beyond
-what it held after the imports. Both ask DPO's reference once, before training (trl:
-precompute_ref_log_probs), which is counted in. On a CPU trl's DPO computes logits of the prompts, too; here
-it scores the answers alone, as it does on a GPU.
+all rows of a step in one pass; KL_COEF is 0.04 on both sides, rewards are all different, so every row is
+trained. Memory is the peak until the last step, of the whole process and beyond what it held after the
+imports. Both ask DPO's reference once, before training (trl: precompute_ref_log_probs), which is counted in.
+On a CPU trl's DPO computes logits of the prompts, too; here it scores the answers alone, as it does on a GPU.
+
+`response`: one response to 32 tokens, by the trainer of the checkout that is named; a random Qwen2 with 2
+layers of width 64 and 151,936 ids. `phases`: peaks of two GRPO or PPO steps beside tools/memory.py; a random
+Llama with so many layers, hidden and intermediate units, and ids. MALLOC_MMAP_THRESHOLD_ makes the process
+give back what it freed. `ratios`: the models of tests/test_families.py, mean |log ratio| before an update.
 """
 
+import ctypes
 import importlib.util
 import itertools
 import json
@@ -44,21 +55,14 @@ clock = time.process_time if os.environ["OMP_NUM_THREADS"] == "1" else time.perf
 time.perf_counter = clock  # what the trainers measure their activities by
 
 import torch
+import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "data/tiny/policy"
+sys.path += [str(ROOT / "tools"), str(ROOT / "tests")]
 ROUNDS = 3
-SHAPES = {
-    "20M": {
-        "vocab_size": 32768,
-        "hidden_size": 384,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 6,
-        "max_position_embeddings": 2048,
-    },
-}
+SHAPES = {"20M": {"vocab_size": 32768, "hidden_size": 384, "intermediate_size": 1024}}
+SHAPES["20M"] |= {"num_hidden_layers": 4, "num_attention_heads": 6, "max_position_embeddings": 2048}
 MODELS = {  # rows of SFT or GRPO per micro-batch (pairs: half of it), steps after the first one, rounds
     "tiny": (32, 8, 3),
     "20M": (16, 3, 3),
@@ -74,24 +78,27 @@ STAGES = {  # our file, trainer and constant with the model; trl's trainer
 ACCUMULATION = 2  # micro-batches per step
 
 
-def load(path):
-    """Returns a trainer's file as a module, with the rewards/ beside it."""
+def load(path, words=(), **constants):
+    """Returns a trainer's file as a module, with the rewards/ beside it and those constants that it has."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "rewards"]:
         del sys.modules[name]
     spec = importlib.util.spec_from_file_location(f"{Path(path).stem}_script", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    for name, value in constants.items():
+        if name in module.constants():
+            setattr(module, name, value)
+    module.apply_overrides(words)
     return module
 
 
 def random_model(folder, name):
     """Writes a Llama with random weights and the tiny tokenizer (ids beyond it decode to nothing)."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
     ids = {f"{token}_token_id": getattr(tokenizer, f"{token}_token_id") for token in ("bos", "eos", "pad")}
-    LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **ids, **SHAPES[name])).save_pretrained(folder)
+    config = transformers.LlamaConfig(tie_word_embeddings=True, **ids, **SHAPES[name])
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -103,9 +110,9 @@ def find_model(name, folder):
     return str(paths.get(name, name))
 
 
-def memory():
-    """Returns the peak of this process's memory, in MiB."""
-    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
+def process_bytes(name):
+    """Returns the memory of this process: VmRSS is what it holds, VmHWM its peak."""
+    return 1024 * int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0])
 
 
 def table_head(*columns):
@@ -137,16 +144,14 @@ def set_end(model, inputs, output):
 
 
 def compare_with_generate(model="tiny", prompt_tokens=None, new_tokens=64, prompts=32):
-    grpo = load(ROOT / "grpo/grpo.py")
-    grpo.MAX_NEW_TOKENS = int(new_tokens)
-    with tempfile.TemporaryDirectory() as folder:
-        grpo.ACTOR_MODEL = find_model(model, folder)
-        grpo.OUTPUT_DIR, grpo.EVAL_DATASETS = f"{folder}/run", []
-        trainer = grpo.GRPOTrainer("no")
+    folder = tempfile.mkdtemp()
+    options = {"ACTOR_MODEL": find_model(model, folder), "OUTPUT_DIR": f"{folder}/run", "EVAL_DATASETS": []}
+    grpo = load(ROOT / "grpo/grpo.py", MAX_NEW_TOKENS=int(new_tokens), **options)
+    trainer = grpo.GRPOTrainer("no")
     rows = trainer.train_rows[: int(prompts)]
     if prompt_tokens:
         for row in rows:
-            row["ids"] = torch.randint(9, 99, (int(prompt_tokens),)).tolist()
+            row["ids"] = torch.randint(9, 80, (int(prompt_tokens),)).tolist()
         trainer.actor.register_forward_hook(set_end)
     rows = [row for row in rows for _ in range(8)]
     ids, mask = grpo.pad_left([row["ids"] for row in rows], trainer.device)
@@ -252,7 +257,6 @@ def our_trainer(stage, model, data, sizes, folder, stamp, seconds):
 
 def trl_trainer(stage, model, data, sizes, folder, stamp, seconds):
     import datasets
-    import transformers
     import trl
     import trl.trainer.utils
 
@@ -299,7 +303,7 @@ def measure(side, stage, model, data, sizes):
 
     def stamp():
         stamps.append(clock())
-        peaks.append(memory())
+        peaks.append(process_bytes("VmHWM") / 2**20)
 
     with tempfile.TemporaryDirectory() as folder:
         make_trainer = our_trainer if side == "ours" else trl_trainer
@@ -344,8 +348,176 @@ def compare_with_trl(*words):
                     show(f"{model}, {stage}, {key}", *values)
 
 
+# ---------------------------------------------------------------- beside another checkout, and memory
+
+
+def forget_peak():
+    """Gives free memory back; the peak VmHWM begins again with what is held now."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def make_trainer(module):
+    trainer = next(x for name, x in vars(module).items() if name.endswith("Trainer"))("no")
+    trainer.run.open(trainer.state, *[False] * (module.Run.open.__code__.co_argcount - 2))
+    trainer.state.step = 1
+    trainer.seed_step()
+    return trainer
+
+
+def response(root, path, tokens, *words):
+    module = load(f"{root}/{path}", words)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 151_936, "max_position_embeddings": 16_384}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(**sizes)).eval()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    batch = SimpleNamespace(rows=[{"ids": list(range(5, 37)), "id": 0}])
+    batch.ids, batch.lengths = torch.randint(5, 151_900, (1, int(tokens))), torch.tensor([int(tokens)])
+    forget_peak()
+    before = process_bytes("VmRSS")
+    logprobs, entropies = module.logprobs_and_entropy(model, batch, torch.tensor([0]))
+    loss = -logprobs.sum()
+    if getattr(module, "ENTROPY_COEF", 0):
+        loss = loss - module.ENTROPY_COEF * entropies.sum()
+    loss.backward()
+    peak = process_bytes("VmHWM") - before
+    print(f"{path} {tokens} {' '.join(words)}: {peak / 2**30:.2f} GiB beyond the model and its gradients")
+
+
+def phases(path, layers, hidden, intermediate, vocabulary, *words):
+    import memory
+
+    folder = tempfile.mkdtemp()
+    shape = {"num_hidden_layers": int(layers), "hidden_size": int(hidden), "vocab_size": int(vocabulary)}
+    shape |= {"intermediate_size": int(intermediate), "num_attention_heads": int(hidden) // 64}
+    SHAPES["random"] = shape
+    random_model(f"{folder}/model", "random")
+    options = {"ACTOR_MODEL": f"{folder}/model", "OUTPUT_DIR": f"{folder}/run", "EVAL_DATASETS": []}
+    module = load(ROOT / path, words, **options, REWARD_MODEL=None)
+    trainer = make_trainer(module)
+    models = [trainer.actor, trainer.reference or trainer.actor, getattr(trainer, "critic", trainer.actor)]
+    weights = {p.data_ptr(): p.nbytes for model in models for p in model.parameters()}
+    forget_peak()
+    start = process_bytes("VmRSS") - sum(weights.values())
+    for row in trainer.train_rows:
+        row["ids"] = torch.randint(9, 80, (module.MAX_PROMPT_TOKENS,)).tolist()
+
+    def never_end(model, inputs, output):
+        output.logits[..., trainer.end_ids] = -1e9
+
+    trainer.actor.register_forward_hook(never_end)
+    trainer.compute_rewards = lambda prompts, *_, **__: torch.rand(len(prompts))
+    respond = trainer.respond
+    peaks = {}
+
+    def measure_respond(*arguments):
+        forget_peak()
+        batch = respond(*arguments)
+        peaks["rollout"] = process_bytes("VmHWM") - start
+        forget_peak()
+        return batch
+
+    trainer.respond = measure_respond
+    for first in (0, module.BATCH_SIZE):  # in the second step the optimizer has its state
+        batch = trainer.rollout(trainer.train_rows[first : first + module.BATCH_SIZE])
+        peaks["scoring"] = process_bytes("VmHWM") - start
+        trainer.compute_advantages(batch)
+        forget_peak()
+        trainer.update(batch)
+        peaks["update"] = process_bytes("VmHWM") - start
+    constants = SimpleNamespace(**module.constants() | options)
+    for phase, computed in memory.memory(constants).items():
+        print(f"{phase}: {peaks[phase] / 1e6:,.0f} MB, computed {computed / 1e6:,.0f} MB")
+
+
+def alternate(root, model, constants, measure):
+    """Prints measure(trainer) of the checkout `root` and of this one, in two rounds that alternate."""
+    folder = tempfile.mkdtemp()
+    trainers = {}
+    for name, place in (("before", root), ("now", ROOT)):
+        options = {"ACTOR_MODEL": find_model(model, folder), "OUTPUT_DIR": f"{folder}/{name}"}
+        module = load(f"{place}/grpo/grpo.py", **constants, **options, EVAL_DATASETS=[])
+        sys.modules[name] = module  # which make_trainer's annotations are looked up in
+        trainers[name] = make_trainer(module)
+    for order in (("before", "now"), ("now", "before")):
+        seconds = {name: measure(trainers[name]) for name in order}
+        ratio = seconds["now"] / seconds["before"]
+        print(f"before {seconds['before']:.4g} s, now {seconds['now']:.4g} s, now / before {ratio:.3f}")
+
+
+def rollout_before(root, model, prompt_tokens, new_tokens, prompts):
+    ids = torch.randint(9, 80, (int(prompts), int(prompt_tokens))).tolist()
+    uniform = torch.rand(8 * int(prompts), int(new_tokens))
+
+    def measure(trainer):
+        hook = trainer.actor.register_forward_hook(set_end)
+        rows = [{**trainer.train_rows[0], "ids": prompt} for prompt in ids for _ in range(8)]
+        started = time.process_time()
+        tokens = int(trainer.respond(rows, uniform).lengths.sum())
+        hook.remove()
+        return (time.process_time() - started) / tokens
+
+    alternate(root, model, {"MAX_NEW_TOKENS": int(new_tokens)}, measure)
+
+
+def step(root, model):
+    prompts, new_tokens = GRPO_SIZES[model]
+    data = f"{tempfile.mkdtemp()}/rows.jsonl"
+    write_rows(data, "grpo", prompts, 2)
+    constants = {"BATCH_SIZE": prompts, "MAX_NEW_TOKENS": new_tokens, "MICRO_BATCH_ROWS": MODELS[model][0]}
+    constants |= {"KL_COEF": 0.04, "LEARNING_RATE": 1e-5, "REWARD_FUNCTIONS": [(reward, 1.0)]}
+    constants["TRAIN_DATASETS"] = [{"path": data, "type": "jsonl", "input": "prompt"}]
+
+    def measure(trainer):
+        started = time.process_time()
+        batch = trainer.rollout(trainer.train_rows[:prompts])
+        trainer.compute_advantages(batch)
+        trainer.update(batch)
+        print(" ".join(f"{name} {x:.2f}" for name, x in trainer.seconds.items()), end="; ")
+        trainer.seconds.clear()
+        return time.process_time() - started
+
+    alternate(root, model, constants, measure)
+
+
+def ratios():
+    import conftest
+    import test_families
+
+    for family in test_families.FAMILIES:
+        shown = []
+        for dtype in ("float32", "bfloat16"):
+            folder = Path(tempfile.mkdtemp())
+            test_families.random_model(family).save_pretrained(folder / "model")
+            transformers.AutoTokenizer.from_pretrained(TINY).save_pretrained(folder / "model")
+            options = {"ACTOR_MODEL": str(folder / "model"), "OUTPUT_DIR": str(folder / "run")}
+            options |= {"DTYPE": dtype, "TEMPERATURE": 2.0, "GROUP_SIZE": 8, "MAX_NEW_TOKENS": 24}
+            module = load(
+                ROOT / "grpo/grpo.py", **conftest.small("grpo/grpo.py", **options), EVAL_DATASETS=[]
+            )
+            trainer = make_trainer(module)
+            batch = trainer.rollout(trainer.next_prompts())
+            rows = torch.arange(len(batch.rows))
+            logprobs, _ = module.logprobs_and_entropy(trainer.actor, batch, rows)
+            batch.logprobs, batch.mask = [x[:, : logprobs.shape[1]] for x in (batch.logprobs, batch.mask)]
+            difference = ((logprobs.detach() - batch.logprobs).abs() * batch.mask).sum() / batch.mask.sum()
+            shown.append(f"{dtype} {difference:.1e}")
+        entropy = batch.entropies.sum() / batch.mask.sum()
+        print(f"{family}: {', '.join(shown)}; entropy {entropy:.2f}")
+
+
+def rollout(*words):
+    if words and Path(words[0]).is_dir():
+        rollout_before(*words)
+    else:
+        compare_with_generate(*words)
+
+
 def main(what=None, *words):
-    commands = {"rollout": compare_with_generate, "trl": compare_with_trl, "measure": measure}
+    commands = {f.__name__: f for f in (rollout, step, measure, response, phases, ratios)}
+    commands["trl"] = compare_with_trl
     if what not in commands:
         sys.exit(__doc__)
     commands[what](*words)

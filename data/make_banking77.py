@@ -36,6 +36,7 @@ def cut(path, count):
 
 def main(source, out):
     facts = {"seed": SEED}
+    Path(out).mkdir(parents=True, exist_ok=True)
     for name, count in ROWS.items():
         rows, facts[name] = cut(Path(source) / name, count)
         with open(Path(out) / name, "w", newline="", encoding="utf-8") as file:
@@ -46,4 +47,6 @@ def main(source, out):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     main(*sys.argv[1:])

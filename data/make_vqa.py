@@ -5,7 +5,8 @@
 The files are the official ones (visualqa.org, okvqa.allenai.org), such as mscoco_val2014_annotations.json.
 Each row: question, answers (all annotators', ten in these sets), image (a path), question_id, question_type.
 In rce_icl.py: TRAIN_DATASET = {"path": "okvqa.jsonl", "type": "jsonl", "input": "question",
-"output": "answers", "image": "image"} and GOLDS = "annotators".
+"output": "answers", "image": "image"} and GOLDS = "annotators". Questions without annotation or image are
+left out and counted.
 """
 
 import json
@@ -23,17 +24,22 @@ def make_rows(questions, annotations, images):
         number = path.stem.rpartition("_")[2]
         if number.isdecimal():
             paths[int(number)] = str(path.resolve())
-    for question in json.loads(Path(questions).read_text())["questions"]:
-        annotation = annotated[question["question_id"]]
+    for question in questions:
+        annotation, image = annotated.get(question["question_id"]), paths.get(question["image_id"])
+        if not annotation or not image:
+            continue
         answers = [answer["answer"] for answer in annotation["answers"]]
-        row = {"question": question["question"], "answers": answers, "image": paths[question["image_id"]]}
+        row = {"question": question["question"], "answers": answers, "image": image}
         yield row | {name: annotation.get(name, "") for name in ("question_id", "question_type")}
 
 
 def main(questions, annotations, images, out):
+    questions = json.loads(Path(questions).read_text())["questions"]
     rows = list(make_rows(questions, annotations, images))
     Path(out).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"{len(rows)} questions about {len({row['image'] for row in rows})} images: {out}")
+    print(
+        f"{len(rows)} of {len(questions)} questions about {len({row['image'] for row in rows})} images: {out}"
+    )
 
 
 if __name__ == "__main__":

@@ -78,17 +78,19 @@ if ROOT is None:
     sys.exit(f"{__file__}: copy the folder rewards/ of the repository beside this file, or above it")
 sys.path.insert(0, str(ROOT))
 import rewards
-from rewards import UserError, f1_score
+from rewards import UserError
 
 # ================================================================ constants
 
 # Data sets: {"path", "type": "jsonl" | "csv" | "parquet" | "hub", "input", "output"}; on the hub also "name"
-# and "split". "input", "output" and perhaps "image" (paths) name columns. An output may be a list of golds
+# and "split". "input", "output" and perhaps "image" (paths) name columns. An output may be a list of golds.
+# Of rows that ask the same the first is kept
 TRAIN_DATASET = {"path": f"{ROOT}/data/market/train.csv", "type": "csv"}
 TRAIN_DATASET |= {"input": "question", "output": "answer"}
 # None: a fifth of TRAIN_DATASET is held out
 TEST_DATASET: dict | None = {**TRAIN_DATASET, "path": f"{ROOT}/data/market/test.csv"}
 GOLDS = "aliases"  # of a list of golds: aliases (the best counts) | annotators (VQA: one answer per person)
+MAX_LABELS = 500  # data with more different answers have free texts: no rule classifies them
 VALIDATION_QUESTIONS = 200  # of the training rows, at most a fifth: neither trained on nor shown
 TEST_QUESTIONS: int | None = 500  # the first ones; None: all
 
@@ -101,7 +103,6 @@ CHAT_TEMPLATE = True  # use the model's chat template if it has one; False: plai
 MAX_ANSWER_TOKENS = 8
 READER_BATCH_SIZE = 128  # prompts that a model reads at once
 EMBEDDING = "tfidf"  # tfidf, or a folder or hub name of a sentence model, of CLIP or of SigLIP
-EMBEDDING_SIZE = 4000  # of tfidf: the commonest words
 DTYPE = "float32"  # float32 | bfloat16, of reader and embedding
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1
 
@@ -134,16 +135,14 @@ LEARNING_RATE = 1e-2
 GRPO_LEARNING_RATE = 3e-3
 MAX_GRAD_NORM = 1.0
 WEIGHT_DECAY = 1.0
-USE_LR_SCHEDULER = True
-LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0) | plateau (halves after 2 evaluations without gain)
-WARMUP_STEPS = 0  # linear warm-up, with or without a scheduler; RCE and GRPO have a schedule each
+USE_LR_SCHEDULER = True  # linear to 0, in RCE and in GRPO; False: constant
 
 # Schedule and files
 TEST_ORACLE: int | None = 100  # mine lists for the first N test questions; None: all; 0: no oracle
 SAVE_EVERY_N_STEPS = 100  # 0: only before mining and after each stage
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 40  # 0: only before the first and after the last step of a stage
-EARLY_STOPPING_PATIENCE = 0  # evaluations without a better pick before the run ends; 0: all steps are run
+EARLY_STOPPING_PATIENCE = 0  # evaluations without a better pick before a stage ends; 0: all steps are run
 LOG_SAMPLES = 4  # lists per step written to samples.jsonl
 RESUME = "ask"  # ask (yes without a terminal) | yes | no | path of a checkpoint or a run
 OUTPUT_DIR = f"{ROOT}/checkpoints/{Path(__file__).stem}"
@@ -208,15 +207,6 @@ def shaped_rewards(lists):
     """Returns r of a group's lists by REWARD_MODE, (lists,), float64."""
     columns = [torch.tensor(column(lists, name), dtype=torch.float64) for name in ("hard", "soft", "gt_prob")]
     return reward_modes.get(REWARD_MODE, REWARD_MODE)(*columns)
-
-
-def learning_rate_scale(steps_done, total, halvings):
-    """Returns the factor of the learning rate after steps_done steps: linear warm-up, then the schedule."""
-    if steps_done < WARMUP_STEPS:
-        return (steps_done + 1) / WARMUP_STEPS
-    done = (steps_done - WARMUP_STEPS) / max(1, total - WARMUP_STEPS)
-    scales = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "plateau": 0.5**halvings}
-    return scales[LR_SCHEDULER_TYPE] if USE_LR_SCHEDULER else 1.0
 
 
 # ================================================================ the pointer network
@@ -297,40 +287,47 @@ class ICLTrainer:
         self.run = Run(resume_from_checkpoint or RESUME)
         self.state = SimpleNamespace(
             step=0,  # the current one, from 1; between steps, how many are done
+            rce_steps=math.inf,  # patience may end RCE
             planned_steps=math.inf,  # of RCE and GRPO
             rules={},  # accuracy of each rule on validation
             evaluation={},  # the last one's metrics
             best_score=-math.inf,  # the highest accuracy on validation: its policy is in best/
             evaluations_without_gain=0,
-            halvings=0,  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
             log_sizes={},  # bytes of each log when the checkpoint was saved
             wandb_id=None,
         )
         self.splits, self.demos = split_rows()
+        self.exact = find_exact(chain(self.demos, *self.splits.values()))
         self.run.facts["data"] = digest([(row["text"], row["golds"]) for row in self.demos])
         self.seed_step()  # for the first weights
         try:
+            loaded = f"EMBEDDING={EMBEDDING}"
             self.corpus = Corpus(self.demos, self.device)
+            loaded = f"READER={READER}"
             self.reader = self.load_reader()
             self.policy = Pointer(self.corpus.candidates.shape[1]).to(self.device)
             self.best = deepcopy(self.policy)
             self.reference = deepcopy(self.policy)  # in GRPO the best policy of RCE
             self.models = {"policy": self.policy, "best": self.best, "reference": self.reference}
             self.optimizer = torch.optim.AdamW(self.policy.parameters(), weight_decay=WEIGHT_DECAY)
+            loaded = f"RESUME={self.run.checkpoint}"
             if self.run.checkpoint:
                 self.load_state(self.run.checkpoint)
+        except (UserError, TypeError, AttributeError, NameError):  # said already, or a mistake in the program
+            raise
         except Exception as error:  # the libraries raise many types
-            if isinstance(error, (TypeError, AttributeError, NameError)):
-                raise  # a mistake in the program
-            names = f"READER={READER}, EMBEDDING={EMBEDDING} or RESUME={self.run.checkpoint} cannot be loaded"
-            raise UserError(f"{names} ({type(error).__name__}: {first_line(error)})") from error
+            raise UserError(
+                f"{loaded} cannot be loaded ({type(error).__name__}: {first_line(error)})"
+            ) from error
         for questions in self.splits.values():
             self.corpus.add_pools(questions, POOL_SIZE)
 
     def load_reader(self):
         """Returns the reader. Override it for one of your own, with answers(asked), texts, and
         gold_probabilities(asked), of each question's golds; asked is [(question, demonstrations)]."""
-        return ModelReader(READER, self.device)
+        reader = ModelReader(READER, self.device)
+        reader.check_lengths(list(chain(*self.splits.values())), self.demos)
+        return reader
 
     # ------------------------------------------------------------ the algorithm
 
@@ -364,6 +361,12 @@ class ICLTrainer:
                 is_last = state.step in (self.rce_steps, self.total_steps)
                 if is_last or (EVAL_EVERY_N_STEPS and state.step % EVAL_EVERY_N_STEPS == 0):
                     self.log_evaluation(self.evaluate())
+                if self.is_out_of_patience() and state.step < self.rce_steps:
+                    state.rce_steps = state.step  # GRPO is next
+                    self.plan(questions)
+                    is_last = True
+                if is_last:
+                    state.evaluations_without_gain = 0
                 if is_last or (SAVE_EVERY_N_STEPS and state.step % SAVE_EVERY_N_STEPS == 0):
                     self.save()
             self.save()
@@ -377,10 +380,12 @@ class ICLTrainer:
         transformers.set_seed(seed)
         self.generator = torch.Generator().manual_seed(seed)
 
-    # differs: one process
+    def is_out_of_patience(self):
+        return 0 < EARLY_STOPPING_PATIENCE <= self.state.evaluations_without_gain
+
+    # differs: patience ends a stage
     def is_over(self):
-        out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.state.evaluations_without_gain
-        return self.run.signal or out_of_patience or self.state.step >= self.total_steps
+        return self.run.signal or self.is_out_of_patience() or self.state.step >= self.total_steps
 
     def plan(self, questions):
         """Chooses the mined groups to train on, those of different rewards, and counts the steps."""
@@ -394,7 +399,7 @@ class ICLTrainer:
         if not self.groups:
             raise UserError("no question has lists of different rewards: there is nothing to train on")
         train = self.splits["train"]
-        self.rce_steps = RCE_EPOCHS * math.ceil(len(self.groups) / BATCH_SIZE)
+        self.rce_steps = min(self.state.rce_steps, RCE_EPOCHS * math.ceil(len(self.groups) / BATCH_SIZE))
         self.total_steps = self.rce_steps + GRPO_EPOCHS * math.ceil(len(train) / BATCH_SIZE)
         self.state.planned_steps = self.total_steps
         rce = {"name": "RCE", "rate": LEARNING_RATE, "rows": self.groups, "weigh": rce_weights}
@@ -402,10 +407,11 @@ class ICLTrainer:
         self.rce = SimpleNamespace(**rce, first=0, steps=self.rce_steps)
         self.grpo = SimpleNamespace(**grpo, first=self.rce_steps, steps=self.total_steps - self.rce_steps)
         if self.state.step == 0:
-            figures = {"trained_groups": len(self.groups), **check_up(column(groups, "lists"))}
+            has_right = [max(column(group["lists"], "hard")) for group in groups]
+            figures = {"trained_groups": len(self.groups), "has_a_right_list": np.mean(has_right).item()}
             self.run.write("metrics.jsonl", phase="mine", step=0, **figures)
-            self.run.log("Check-up of candidates.jsonl: " + show(figures))
-            if figures["best_of_n_accuracy"] == 0:
+            self.run.log("Mined: " + show(figures))
+            if not any(has_right):
                 self.run.log("WARNING: no list leads to a right answer: is READER made for these data?")
 
     def start_grpo(self):
@@ -414,8 +420,6 @@ class ICLTrainer:
         self.reference.load_state_dict(self.best.state_dict())
         save_policy(self.reference, self.run.folder / "rce/policy")
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), weight_decay=WEIGHT_DECAY)
-        self.state.evaluations_without_gain = 0
-        self.state.halvings = 0
 
     def next_groups(self):
         """Returns what the step trains on, fewer groups at the end of an epoch. Each epoch has its own order.
@@ -424,7 +428,7 @@ class ICLTrainer:
         done = self.state.step - 1 - stage.first
         epoch, place = divmod(done, math.ceil(len(stage.rows) / BATCH_SIZE))
         batch = SimpleNamespace(stage=stage.name, epoch=epoch + 1)
-        batch.learning_rate = stage.rate * learning_rate_scale(done, stage.steps, self.state.halvings)
+        batch.learning_rate = stage.rate * (1 - USE_LR_SCHEDULER * done / stage.steps)
         order = permutation(len(stage.rows), SEED + stage.first + batch.epoch)
         batch.groups = take(stage.rows, order.split(BATCH_SIZE)[place])
         if stage is self.grpo:
@@ -502,13 +506,12 @@ class ICLTrainer:
         pool = question["pool"]
         generator = question_stream(question, f"mine {shots}")
         shuffle = partial(torch.randperm, generator=generator)
-        temperatures = [0.0, *SAMPLE_TEMPERATURES]
-        (drawn,) = self.draw([question], shots, temperatures, generator)
-        lists = {}  # {demonstrations' numbers: list}
-        for numbers, temperature in zip(drawn, temperatures):
-            propose(lists, numbers, "sample" if temperature else "greedy", temperature or None)
+        (drawn,) = self.draw([question], shots, [0.0, *SAMPLE_TEMPERATURES], generator)
+        lists = {tuple(drawn[0]): new_list(drawn[0], "greedy")}  # {demonstrations' numbers: list}
+        for numbers, temperature in zip(drawn[1:], SAMPLE_TEMPERATURES):
+            lists.setdefault(tuple(numbers), new_list(numbers, "sample", temperature))
         for number in pool[shuffle(len(pool))[:ALONE]].tolist():
-            propose(lists, [number], "alone")
+            lists.setdefault((number,), new_list([number], "alone"))
         self.ask([{"question": question, "lists": lists.values()}], ["gt_prob"])
 
         # A list is often good for one member: recombine those of the best, in lists of 2 to shots
@@ -516,7 +519,8 @@ class ICLTrainer:
         members = torch.tensor(list(dict.fromkeys(chain(*column(best, "shown")))))
         for number in range(LOCAL):
             length = max(1, shots - number % max(1, shots - 1))
-            propose(lists, members[shuffle(len(members))[:length]].tolist(), "local")
+            numbers = members[shuffle(len(members))[:length]].tolist()
+            lists.setdefault(tuple(numbers), new_list(numbers, "local"))
         self.ask([{"question": question, "lists": lists.values()}], ["gt_prob"])
 
         kept = [lists[tuple(drawn[0])]]  # first: tools/check_up.py compares it with the best
@@ -542,7 +546,7 @@ class ICLTrainer:
             for (question, _), record, value in zip(asked, records, methods[mark](asked), strict=True):
                 record[mark] = value
                 if mark == "response":
-                    record |= score_answer(value, question["golds"])
+                    record |= score_answer(value, question["golds"], self.exact)
                 elif not 0 <= value <= 1.001:  # rounding may exceed 1
                     raise UserError(f"the reader's gold_probabilities hold {value}: not a probability")
 
@@ -561,7 +565,8 @@ class ICLTrainer:
     def accuracies(self, questions, lists):
         """Returns the reader's accuracy after each question's list, (questions,)."""
         asked = list(zip(questions, map(partial(take, self.demos), lists)))
-        scores = map(score_answer, self.reader.answers(asked), column(questions, "golds"))
+        score = partial(score_answer, exact=self.exact)
+        scores = map(score, self.reader.answers(asked), column(questions, "golds"))
         return np.array(column(scores, "accuracy"))
 
     # differs: questions, not prompts
@@ -576,7 +581,7 @@ class ICLTrainer:
 
     def select(self, text, shots=SHOTS, image=None):
         """Returns the demonstrations, out of all, that the best policy picks for a question."""
-        question = {"id": "select", "text": text, "image": image, "split": "select", "asked": -1}
+        question = {"id": "select", "text": text, "image": image, "split": "select", "asked": None}
         self.corpus.add_pools([question], len(self.demos))
         return take(self.demos, self.pick([question], shots, self.best)[0])
 
@@ -616,8 +621,6 @@ class ICLTrainer:
             state.best_score = metrics["accuracy"]
             self.best.load_state_dict(self.policy.state_dict())
             save_policy(self.best, self.run.folder / "best/policy")
-        elif state.evaluations_without_gain % 2 == 0:
-            state.halvings += 1
 
     def test(self):
         """Tests the best policy beside the rules and the oracle, the best mined list of at most so many."""
@@ -625,7 +628,7 @@ class ICLTrainer:
         picks = {"no demonstrations": lambda questions, shots: [[]] * len(questions)}
         for rule in self.corpus.rules:
             picks[rule] = partial(self.corpus.rule_lists, rule)
-        if GRPO_EPOCHS:
+        if RCE_EPOCHS and GRPO_EPOCHS:
             picks["RCE"] = partial(self.pick, policy=self.reference)
         picks["best/"] = partial(self.pick, policy=self.best)
         results = defaultdict(list)  # {name: accuracy of each question, by shots}
@@ -677,19 +680,10 @@ class ICLTrainer:
         vars(self.state).update(saved["state"])
 
 
-def new_list(numbers, source="fresh", temperature=1.0):
+def new_list(numbers, source="fresh", temperature=None):
     """Returns a list: numbers of the demonstrations, how it was proposed, what the reader makes of it."""
     record = {"shown": list(numbers), "source": [source], "temperature": [temperature]}
     return {**record, "gt_prob": None, "response": None}
-
-
-def propose(lists, numbers, source, temperature=None):
-    """Adds a list to lists, {numbers: list}. Equal ones are one list with several sources."""
-    new = new_list(numbers, source, temperature)
-    known = lists.setdefault(tuple(numbers), new)
-    if known is not new:
-        known["source"].append(source)
-        known["temperature"].append(temperature)
 
 
 def ranked(lists, length):
@@ -705,20 +699,6 @@ def show(figures):
 def save_policy(policy, path):
     with atomic_folder(path) as folder:
         safetensors.torch.save_file(policy.state_dict(), folder / "model.safetensors")
-
-
-# differs: groups of lists
-def check_up(groups):
-    """Returns shares of right lists by source, of groups with a right list, of mixed groups; spread of r."""
-    values = defaultdict(list)
-    for lists in groups:
-        for record in lists:
-            for source, temperature in zip(record["source"], record["temperature"]):
-                values[f"accuracy/{source}_{temperature}".removesuffix("_None")].append(record["hard"])
-        values["best_of_n_accuracy"].append(max(column(lists, "hard")))
-        values["mixed_groups"].append(len(set(column(lists, "hard"))) > 1)
-        values["reward_spread"].append(np.ptp(shaped_rewards(lists).numpy()))
-    return {name: np.mean(values[name]).item() for name in sorted(values)}
 
 
 # ================================================================ demonstrations, pools and rules
@@ -743,25 +723,25 @@ class Corpus:
         self.classes["kNN"] = self.classes["classifier"] = answer_of
         self.classifiers = {}
         self.rules = ["similarity"]
-        if 1 < len(answers) <= 500:
+        if 1 < len(answers) <= MAX_LABELS:
             nearest = KNeighborsClassifier(min(20, len(demos)), weights="distance", metric="cosine")
             self.classifiers |= {"kNN": nearest, "classifier": LogisticRegression(C=10.0, max_iter=1000)}
             self.rules += ["kNN", "classifier", "classifier, fillers"]
-        if 1 < len(formats) < min(500, len(answers)):
+        if 1 < len(formats) < min(MAX_LABELS, len(answers)):
             self.classifiers["format"] = LogisticRegression(C=10.0, max_iter=1000)
             self.rules += ["format", "format, similarity"]
         for name, classifier in self.classifiers.items():
             classifier.fit(self.demo_vectors.numpy(), self.classes[name])
 
     def add_pools(self, rows, size):
-        asked = torch.tensor(column(self.demos, "asked"))
+        numbers = {demo["asked"]: number for number, demo in enumerate(self.demos)}
         for row, vector in zip(rows, torch.tensor(unit(self.embed(rows)))):
             row["vector"] = vector
             similarity = self.demo_vectors @ vector
             order = torch.randperm(len(self.demos), generator=question_stream(row, "pool"))
             if POOL == "similarity":
                 order = similarity.argsort(descending=True, stable=True)
-            row["pool"] = order[asked[order] != row["asked"]][:size].clone()
+            row["pool"] = order[order != numbers.get(row["asked"], -1)][:size].clone()
             row["similarity"] = similarity[row["pool"]]
             if len(row["pool"]) < SHOTS:
                 raise UserError(f"the pool of {row['id']} has {len(row['pool'])} demonstrations: lower SHOTS")
@@ -829,7 +809,8 @@ def question_stream(question, use):
 def make_embedder(rows, device):
     """Returns a function of rows that gives their vectors, (rows, d). Replace it by one of your own."""
     if EMBEDDING == "tfidf":
-        options = {"sublinear_tf": True, "token_pattern": r"\b\w+\b", "max_features": EMBEDDING_SIZE}
+        pattern = r"\w+|[^\w\s]+"  # labels may be signs
+        options = {"sublinear_tf": True, "token_pattern": pattern, "max_features": 4000}
         vectorizer = TfidfVectorizer(**options).fit(column(rows, "text"))
         return lambda rows: vectorizer.transform(column(rows, "text")).toarray()
     model = load_model(transformers.AutoModel, EMBEDDING).to(device)
@@ -841,7 +822,8 @@ def make_embedder(rows, device):
 @torch.no_grad()
 def sentence_vectors(tokenizer, model, rows):
     """Returns the means over the tokens of a model's last layer, (rows, d)."""
-    options = {"padding": True, "truncation": True, "max_length": 512, "return_tensors": "pt"}
+    limit = min(512, getattr(model.config, "max_position_embeddings", None) or 512)
+    options = {"padding": True, "truncation": True, "max_length": limit, "return_tensors": "pt"}
     tokens = tokenizer(column(rows, "text"), **options).to(model.device)
     mask = tokens["attention_mask"][..., None]
     return ((model(**tokens).last_hidden_state * mask).sum(1) / mask.sum(1)).float().cpu().numpy()
@@ -871,38 +853,63 @@ def unit(vectors):
 # ================================================================ answers
 
 
-def normalise_vqa(text):
-    """Returns an answer as the VQA evaluation compares it: lower case, number words as digits, no articles,
-    no punctuation but decimal points. No apostrophes stand for its table of contractions."""
-    text = re.sub(r"(?<=\d),(?=\d)|\.(?!\d)|'", "", text.lower())
-    words = re.sub(r"[^\w\s.:$%]|_", " ", text).split()
+def normalise(text):
+    """Returns an answer as it is compared: lower case, without quotes around it, an article before it and
+    punctuation after it. Annotators' answers are compared as VQA does: number words as digits, no articles,
+    no punctuation but decimal points (no apostrophes stand for its table of contractions), and a sign before
+    a digit. What is nothing else stays."""
+    if GOLDS == "aliases":
+        text = " ".join(text.lower().split())
+        bare = re.sub(r"""^(["'])(.+)\1$""", r"\2", text).rstrip(".,;!?")
+        return re.sub(r"^(a|an|the) (?=\S)", "", bare) or text
+    cleaned = re.sub(r"(?<=\d),(?=\d)|\.(?!\d)|'", "", text.lower())
+    words = re.sub(r"(?!(?<!\w)[-+]\.?\d)[^\w\s.:$%]|_", " ", cleaned).split() or text.split()
     words = [word for word in words if word not in ("a", "an", "the")] or words  # the answer may be A
     digits = dict(zip("none zero one two three four five six seven eight nine ten".split(), [0, *range(11)]))
     return " ".join(str(digits.get(word, word)) for word in words)
 
 
+def find_exact(rows):
+    """Returns the answers that normalise() would make equal to others of the data, such as labels A and a:
+    they are compared as they are written. More than MAX_LABELS answers are free texts, which vary so."""
+    answers = set(column(rows, "answer"))
+    counts = Counter(map(normalise, answers))
+    if len(answers) > MAX_LABELS:
+        return set()
+    return {answer for answer in answers if counts[normalise(answer)] > 1}
+
+
 def vqa_accuracy(response, golds):
     """Returns VQA's accuracy: min(agreeing annotators / 3, 1), mean over leaving each out (1505.00468)."""
-    agrees = [normalise_vqa(gold) == normalise_vqa(response) for gold in golds]
+    agrees = [normalise(gold) == normalise(response) for gold in golds]
     if len(golds) == 1:
         return float(agrees[0])
     return np.mean([min((sum(agrees) - one) / 3, 1.0) for one in agrees]).item()
 
 
-def score_answer(text, golds):
+def words_f1(text, gold):
+    words, gold_words = Counter(text.split()), Counter(gold.split())
+    return 2 * (words & gold_words).total() / (words.total() + gold_words.total())
+
+
+def score_answer(text, golds, exact=()):
     """Returns the scores of a response, 0 to 1: accuracy; hard, 1 if it is right at all; soft: VQA's
-    accuracy, or with aliases the best F1 of its words with a gold's."""
-    accuracy = soft = vqa_accuracy(text, golds)
-    if GOLDS == "aliases":
-        accuracy = float(normalise_vqa(text) in map(normalise_vqa, golds))
-        soft = max(accuracy, *(f1_score(text, gold) for gold in golds))
+    accuracy, or with aliases the best F1 of its words with a gold's. For `exact` see find_exact()."""
+    accuracy = soft = 0.0
+    if GOLDS == "annotators":
+        accuracy = soft = vqa_accuracy(text, golds)
+        golds = []
+    for gold in golds:
+        form = str.strip if gold in exact else normalise
+        accuracy = max(accuracy, float(form(text) == form(gold)))
+        soft = max(soft, words_f1(form(text), form(gold)))
     return {"accuracy": accuracy, "hard": int(accuracy > 0), "soft": soft}
 
 
 def gold_weights(golds):
     """Returns {distinct gold answer: its weight in gt_prob}: 1, or of annotators min(count / 3, 1)."""
     spellings = {}  # normalised gold: how it is written first
-    counts = Counter(spellings.setdefault(normalise_vqa(gold), gold) for gold in golds)
+    counts = Counter(spellings.setdefault(normalise(gold), gold) for gold in golds)
     enough = min(3, len(golds)) if GOLDS == "annotators" else 1
     return {gold: min(1.0, count / enough) for gold, count in counts.items()}
 
@@ -934,6 +941,28 @@ class ModelReader:
         options = {"eos_token_id": self.ends, "pad_token_id": self.tokenizer.pad_token_id or 0}
         self.model.generation_config = transformers.GenerationConfig(**options)
         self.chats = bool(CHAT_TEMPLATE and self.processor.chat_template)
+        self.opening, self.closing = answer_form(self.chats)
+        self.lead = "" if self.chats else self.opening.rstrip(" ")  # the prompt ends with it
+        self.gap = self.opening.removeprefix(self.lead)
+
+    def check_lengths(self, questions, demos):
+        """Refuses prompts that can exceed the model's positions (without images). Warns of answers that
+        MAX_ANSWER_TOKENS cuts."""
+
+        def length(text):
+            return len(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+        answers = {length(self.gap + row["answer"] + self.closing): row["answer"] for row in questions}
+        longest = max(answers)
+        if longest > MAX_ANSWER_TOKENS:
+            print(f"WARNING: {answers[longest]!r} has {longest} tokens, above MAX_ANSWER_TOKENS", flush=True)
+        shown = sorted(demos, key=lambda row: length(row["text"] + row["answer"]))[-SHOTS:]
+        question = max(questions, key=lambda row: length(row["text"]))
+        count = length(self.prompt(question, shown)) + max(longest, MAX_ANSWER_TOKENS)
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if limit and count > limit:
+            what = f"{SHOTS} demonstrations such as {shown[-1]['id']} and a question have {count} tokens"
+            raise UserError(f"READER={READER} has {limit} positions, {what}: lower SHOTS")
 
     def prompt(self, question, demonstrations):
         """Returns what the model reads. A space at its end is cut: tokens of the answer begin with theirs."""
@@ -941,9 +970,9 @@ class ModelReader:
         for row in [*demonstrations, question]:
             if row["image"]:
                 parts.append({"type": "image", "text": self.processor.image_token})
-            template = QUESTION if row is question else DEMONSTRATION
-            parts.append({"type": "text", "text": template.format(**row)})
-        parts[-1]["text"] = parts[-1]["text"].rstrip(" ")
+            text = fill(QUESTION if row is question else DEMONSTRATION, row)
+            parts.append({"type": "text", "text": text})
+        parts[-1]["text"] = parts[-1]["text"].rstrip(" ") + self.lead
         content = "".join(column(parts, "text"))
         if not self.chats:
             return content
@@ -972,18 +1001,22 @@ class ModelReader:
             ids = self.model.generate(**inputs, do_sample=False, max_new_tokens=MAX_ANSWER_TOKENS)
             ids = ids[:, inputs["input_ids"].shape[1] :]
             for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True):
-                answers.append(text.strip().partition("\n")[0].strip())
+                text = text.strip().partition("\n")[0].strip()
+                text = text.removeprefix(self.opening.strip()).removesuffix(self.closing)
+                answers.append(text.strip())
         return answers
 
     @torch.no_grad()
     def gold_probabilities(self, asked):
         """Returns the sum over a question's golds of weight * P(gold and what ends it | prompt), at most 1.
-        The tokens of a gold are those of the prompt with it, less those of the prompt."""
+        A gold is asked for as DEMONSTRATION shows it. Its tokens are those of the prompt with it, less those
+        of the prompt."""
         golds = []  # (number in asked, prompt, prompt and gold, weight)
         for number, (question, demonstrations) in enumerate(asked):
             prompt = self.prompt(question, demonstrations)
             for gold, weight in gold_weights(question["golds"]).items():
-                golds.append((number, prompt, prompt + ("" if self.chats else " ") + gold, weight))
+                text = prompt + self.gap + gold + self.closing
+                golds.append((number, prompt, text, weight))
         probabilities = np.zeros(len(asked))
         for part in batches(golds):
             numbers, prompts, texts, weights = map(list, zip(*part))
@@ -1006,6 +1039,23 @@ class ModelReader:
         chosen = logprobs[:, :-1].gather(2, inputs["input_ids"][:, 1 - kept :, None].cpu())[..., 0]
         is_answer = torch.arange(1 - kept, 0) >= -torch.tensor(lengths)[:, None]
         return (chosen * is_answer).sum(1) + logprobs[:, -1, self.ends].logsumexp(-1)
+
+
+def fill(template, row):
+    """Returns a template with the row's {text} and {answer}. Other braces stay."""
+    return re.sub(r"\{(text|answer)\}", lambda field: row[field[1]], template)
+
+
+def answer_form(chats):
+    """Returns what DEMONSTRATION shows between a question and its answer beyond QUESTION, such as a blank, a
+    line break or a quote; and what ends the answer's line. A chat's answer begins a message of its own: it
+    is begun by what stands directly before it, such as a quote."""
+    before, _, after = DEMONSTRATION.partition("{answer}")
+    shown, asked = before.rpartition("{text}")[2], QUESTION.rpartition("{text}")[2].rstrip(" ")
+    opening = re.search(r"[^\s:=]*$" if chats else r"\s*[^\s:=]*$", shown)[0]
+    if not chats and shown.startswith(asked):
+        opening = shown.removeprefix(asked)
+    return opening, after.partition("\n")[0].rstrip()
 
 
 def open_images(rows):
@@ -1041,17 +1091,27 @@ def load_rows(spec):
     rows = []
     where = f"the data set {spec}"
     try:
+        required, optional = {"path", "type", "input", "output"}, {"name", "split", "image"}
+        if not required <= spec.keys() <= required | optional:
+            raise ValueError(f"it must have {sorted(required)} and may have {sorted(optional)}")
         for number, record in enumerate(read_records(spec), 1):
             where = f"{Path(spec['path']).name}:{number}"
-            if None in record or not {spec["input"], spec["output"]} <= record.keys():
+            columns = {spec[key] for key in ("input", "output", "image") if key in spec}
+            if None in record or not columns <= record.keys():
                 raise ValueError(f"{list(record)} lacks a column of {spec} (None: more fields)")
             text, golds = record[spec["input"]], record[spec["output"]]
-            golds = golds if isinstance(golds, list) else [golds]
-            if not golds or {None, ""} & {text, *golds}:
-                raise ValueError("the question or the answer is empty")
+            golds = golds if isinstance(golds, list) and golds else [golds]
+            for value in (text, *golds):
+                is_text = isinstance(value, (str, int, float)) and value == value  # NaN is not itself
+                if not is_text or not str(value).strip():
+                    raise ValueError(f"{value!r} is no question or answer: it is empty, or no text or number")
+            if spec["type"] == "csv" and re.match(r"\[\s*['\"]", str(golds[0])):
+                raise ValueError(f"{golds[0]!r} is a list in a cell: write lists of answers as jsonl")
             row = {"id": where, "text": str(text), "golds": list(map(str, golds))}
             row["image"] = record[spec["image"]] if "image" in spec else None
-            row["asked"] = zlib.crc32(f"{row['text'].strip().lower()} {row['image']}".encode())
+            if row["image"] and not Path(row["image"]).is_file():
+                raise ValueError(f"there is no image {row['image']!r}")
+            row["asked"] = question_key(row["text"]), row["image"]
             rows.append({**row, "answer": Counter(row["golds"]).most_common(1)[0][0]})
             where = f"after {where}"  # if the next record cannot be read
     except Exception as error:  # the libraries raise many types
@@ -1059,15 +1119,32 @@ def load_rows(spec):
     return rows
 
 
+def question_key(text):
+    """Returns what questions share that differ in case, blanks and closing punctuation (but 5! is not 5)."""
+    text = " ".join(text.lower().split())
+    return re.sub(r"([\s.,;:?…\u3002\uff1f\uff01]|(?<!\d)!)+$", "", text) or text
+
+
+def one_per_question(rows, name, others=()):
+    """Returns the first of the rows that ask the same, unless one of the others does. Counts the rest."""
+    first = {row["asked"]: row for row in reversed(rows)}
+    kept = [row for row in first.values() if row["asked"] not in others][::-1]
+    if len(kept) < len(rows):
+        answered = sum(row["golds"] != first[row["asked"]]["golds"] for row in rows)
+        what = f"{len(rows) - len(kept)} of {len(rows)} rows are left out: other rows ask the same"
+        print(f"{name}: {what} ({answered} have another answer)", flush=True)
+    return kept
+
+
 def split_rows():
-    """Returns {"train", "validation", "test"}: questions; and the demonstrations: the training questions."""
-    rows = load_rows(TRAIN_DATASET)
+    """Returns {"train", "validation", "test"}: questions; and the demonstrations: the training questions. No
+    question is in two of them, and none is there twice."""
+    test = one_per_question(load_rows(TEST_DATASET), "TEST_DATASET") if TEST_DATASET else []
+    rows = one_per_question(load_rows(TRAIN_DATASET), "TRAIN_DATASET", set(column(test, "asked")))
     rows = take(rows, permutation(len(rows), 0))
     fifth = len(rows) // 5
     if TEST_DATASET is None:
         test, rows = rows[:fifth], rows[fifth:]
-    else:
-        test = load_rows(TEST_DATASET)
     count = min(VALIDATION_QUESTIONS, fifth)
     validation, demos = rows[:count], rows[count:]
     train = take(demos, permutation(len(demos), SEED))
@@ -1185,24 +1262,26 @@ class Run:
             self.wandb = wandb.init(dir=self.folder, config=constants(), id=state.wandb_id, resume="allow")
             state.wandb_id = self.wandb.id
 
+    # differs: mined lists
     def compare(self, state, is_complete):
-        """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights are
-        those of the checkpoint. Refuses a complete run that would end as if it had trained what changed."""
+        """Prints what changed since the checkpoint that is resumed. Refuses another reader or other vectors:
+        the mined lists and the policy are of the old ones. Refuses a complete run that would end as if it
+        had trained what changed."""
         if not self.checkpoint:
             return
         earlier = json.loads((self.checkpoint / "run.json").read_text())
         changes = [(k, x) for k, x in constants().items() if earlier["constants"].get(k, x) != x]
-        changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR", "TEST_FILE")]
+        changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR")]
         print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
         for name, what in {"text": "file", "data": "data"}.items():
             if earlier.get(name) != self.facts.get(name):
                 changes.append(f"the {what} changed since step {state.step}")
                 print(changes[-1], flush=True)
         hint = "RESUME=no or another OUTPUT_DIR begins another run"
-        for name in ("ACTOR_MODEL", "CRITIC_MODEL", "BASE_MODEL"):
-            model = earlier["constants"].get(name)
-            if model != constants().get(name):
-                raise UserError(f"the weights of {self.checkpoint} are of {name}={model}: {hint}")
+        for name in "READER INSTRUCTION DEMONSTRATION QUESTION CHAT_TEMPLATE EMBEDDING GOLDS".split():
+            used = earlier["constants"].get(name)
+            if used != constants()[name]:
+                raise UserError(f"the mined lists of {self.checkpoint} are of {name}={used!r}: {hint}")
         if is_complete and changes:
             raise UserError(f"complete at step {state.step}, but {'; '.join(changes)}: {hint}")
 
@@ -1398,19 +1477,24 @@ def check_numbers(counts):
 def check_constants():
     """Refuses values that would fail silently or late."""
     check_numbers(
-        "VALIDATION_QUESTIONS TEST_QUESTIONS MAX_ANSWER_TOKENS READER_BATCH_SIZE EMBEDDING_SIZE SHOTS "
+        "VALIDATION_QUESTIONS TEST_QUESTIONS MAX_ANSWER_TOKENS READER_BATCH_SIZE SHOTS "
         "POOL_SIZE MINE_QUESTIONS GROUP_SIZE GROUP_EPOCHS HIDDEN_SIZE BATCH_SIZE KEEP_LAST_N_CHECKPOINTS"
     )
-    choices = {
-        "GOLDS": ("aliases", "annotators"),
-        "POOL": ("random", "similarity"),
-        "REWARD_MODE": reward_modes,
+    mode_is_known = callable(REWARD_MODE) or REWARD_MODE in reward_modes
+    rules = {
+        "GOLDS is aliases or annotators": GOLDS in ("aliases", "annotators"),
+        "POOL is random or similarity": POOL in ("random", "similarity"),
+        f"REWARD_MODE is one of {', '.join(reward_modes)}": mode_is_known,
+        "DTYPE is float32 or bfloat16": DTYPE in ("float32", "bfloat16"),
+        "TAU and MAX_GRAD_NORM are above 0": min(TAU, MAX_GRAD_NORM) > 0,
+        "temperatures are above 0": min(POINTER_TEMPERATURE, *SAMPLE_TEMPERATURES) > 0,
+        "GROUP_SIZE is at least 2": GROUP_SIZE >= 2,
+        "QUESTION and DEMONSTRATION contain {text}": "{text}" in QUESTION and "{text}" in DEMONSTRATION,
+        "DEMONSTRATION contains {answer} and then a line break": re.search(r"\{answer\}.*\n", DEMONSTRATION),
     }
-    choices["LR_SCHEDULER_TYPE"] = ("linear", "cosine", "plateau")
-    for name, values in choices.items():
-        value = globals()[name]
-        if value not in values and not callable(value):
-            raise UserError(f"{name} = {value!r} is not one of {', '.join(values)}")
+    for rule, is_kept in rules.items():
+        if not is_kept:
+            raise UserError(f"a constant breaks a rule: {rule}")
 
 
 def train_main():

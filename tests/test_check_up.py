@@ -142,6 +142,8 @@ def test_lists_of_rce_icl_are_read_and_a_reward_can_be_given(tmp_path, capsys):
     lists = [icl.new_list([n], "alone", None) | icl.score_answer("ab"[n % 2], ["a"]) for n in range(4)]
     groups = [[{**x, "gt_prob": 0.1 * n} for n, x in enumerate(lists)]] * 3
     write_lists(tmp_path / "candidates.jsonl", groups)
+    with open(tmp_path / "candidates.jsonl", "a") as file:
+        file.write('{"id": "8", "lists": [{"sho')  # the run goes on
     (tmp_path / "training_config.json").write_text('{"constants": {"REWARD_MODE": "soft_only"}}')
     tool.main(str(tmp_path), "REWARD_MODE=hard_plus_gtprob")
     figures = dict(csv.reader(open(tmp_path / "candidates.csv")))

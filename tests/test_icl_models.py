@@ -6,10 +6,11 @@ import torch
 import transformers
 from conftest import ROOT, TINY, byte_tokenizer, load
 from PIL import Image
-from program import run_program
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
+
+from rewards import UserError
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {% for part in m.content %}{% if part.type == 'image' %}IMAGE"
@@ -47,7 +48,7 @@ def check_reader(reader, asked):
         start = reader.inputs([prompt], [pair])["input_ids"].shape[1]
         wanted = 0.0
         for gold in pair[0]["golds"]:
-            inputs = reader.inputs([prompt + ("" if reader.chats else " ") + gold], [pair])
+            inputs = reader.inputs([prompt + reader.gap + gold], [pair])
             chances = reader.model(**inputs).logits[0].double().softmax(-1)
             of_gold = chances[-1, reader.ends].sum()
             for place in range(start, len(chances)):
@@ -66,6 +67,48 @@ def test_gt_prob_and_answers_of_a_causal_model(chats):
         reader.chats = True
     asked = [({**question, "golds": ["12", "#### 7"]}, demos) for question, demos in make_asked(make_rows())]
     check_reader(reader, asked)
+
+
+FORMS = [  # DEMONSTRATION, QUESTION, chats; how the prompt ends and what the reader writes for ab
+    ("Q: {text}\nA: {answer}\n\n", "Q: {text}\nA:", False, "A:", " ab"),
+    ("Q: {text}\nA: {answer}\n", "Now answer.\nQ: {text}\nA: ", False, "A:", " ab"),
+    ("{text}\n{answer}\n", "{text}\n", False, "what is it\n", "ab"),
+    ("Q: {text}\nA:\n{answer}\n", "Q: {text}\nA:", False, "A:\n", "ab"),
+    ("Q: {text}\nA:\t{answer}\n", "Q: {text}\nA:", False, "A:\t", "ab"),
+    ("Q: {text}\nA:{answer}.\n", "Q: {text}\nA:", False, "A:", "ab."),
+    ("Q: {text}\nA: '{answer}'\n", "Q: {text}\nLabel:", False, "Label: '", "ab'"),
+    ('{"q": "{text}", "a": "{answer}"}\n', '{"q": "{text}"', False, 'it", "a": "', 'ab"}'),
+    ("Q: {text}\nA: {answer}\n", "Q: {text}\nA:", True, "A: A: ", "ab"),
+    ("Q: {text}\nA:\n'{answer}'\n", "Q: {text}\nA:", True, "A: A: ", "'ab'"),
+]
+
+
+@pytest.mark.parametrize("demonstration, question, chats, end, written", FORMS)
+def test_a_gold_is_asked_for_as_demonstrations_show_it(demonstration, question, chats, end, written):
+    module = load("rce/rce_icl.py", DEMONSTRATION=demonstration, QUESTION=question, CHAT_TEMPLATE=chats)
+    reader = module.ModelReader(str(TINY / "policy"), CPU)
+    reader.processor.chat_template = "Q: {{ messages[0].content }} A: "
+    asked = [({**make_rows()[0], "golds": ["ab"]}, make_rows()[1:3])]
+    read, make_inputs = [], reader.inputs
+    reader.inputs = lambda texts, asked: read.extend(texts) or make_inputs(texts, asked)
+    reader.gold_probabilities(asked)
+    assert read[0] == reader.prompt(*asked[0]) + written and reader.prompt(*asked[0]).endswith(end)
+    reader.model.generate = lambda input_ids, **options: input_ids
+    reader.tokenizer.batch_decode = lambda ids, **options: [written + "\nQ: more"]
+    assert reader.answers(asked) == ["ab"]
+
+
+def test_prompts_longer_than_the_readers_positions_are_refused_and_cut_answers_named(capsys):
+    module = load("rce/rce_icl.py", MAX_ANSWER_TOKENS=3)
+    reader = module.ModelReader(str(TINY / "policy"), CPU)
+    rows = [*make_rows(), {**make_rows()[0], "id": "long", "text": "12 + 7 " * 200, "answer": "1 + 2 + 3"}]
+    reader.check_lengths(rows[:4], rows[:4])
+    assert capsys.readouterr().out == ""
+    with pytest.raises(UserError, match=r"has 512 positions, 2 demonstrations such as long .* lower SHOTS"):
+        reader.check_lengths(rows[:4], rows)
+    with pytest.raises(UserError, match="lower SHOTS"):
+        reader.check_lengths(rows, rows[:4])
+    assert "WARNING: '1 + 2 + 3' has" in capsys.readouterr().out
 
 
 def test_the_shipped_reader_reads_its_demonstrations(tmp_path):
@@ -90,12 +133,6 @@ def test_the_shipped_reader_reads_its_demonstrations(tmp_path):
         texts = trainer.reader.answers(asked)
         right = [text == question["golds"][0] for text, (question, _) in zip(texts, asked)]
         assert least <= np.mean(right) <= most and len(asked) > 100
-
-
-def test_the_markets_rows_come_from_its_program(tmp_path):
-    run_program(ROOT / "data/make_market.py", "STEPS=0", f"OUT={tmp_path}", cwd=ROOT)
-    for name in ("train.csv", "test.csv", "reader/tokenizer.json"):
-        assert (tmp_path / name).read_bytes() == (ROOT / "data/market" / name).read_bytes()
 
 
 # ---------------------------------------------------------------- images

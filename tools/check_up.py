@@ -49,7 +49,8 @@ def read_candidates(path):
     if path.suffix != ".jsonl":
         return complete(pandas.read_parquet(path))
     rows = []
-    for number, line in enumerate(path.read_text().splitlines()):
+    lines = path.read_text().rpartition("\n")[0].splitlines()  # without a line half-written
+    for number, line in enumerate(lines):
         rows += [{"prompt_id": number, **candidate} for candidate in json.loads(line)["lists"]]
     return complete(pandas.DataFrame(rows))
 

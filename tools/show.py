@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 # Fields of a sample that are shown below its numbers, each under its name
-TEXTS = ("prompt", "question", "query", "response", "answer", "text", "trained", "chosen", "rejected")
+TEXTS = "prompt question query response answer text read trained chosen rejected history shown".split()
 
 
 def stop(sentence):
