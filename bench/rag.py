@@ -18,17 +18,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_figures(folder, words):
-<<<<<<< HEAD
     """Returns test.json of a new run with these KEY=VALUE words. What an earlier one left is moved aside."""
     command = [sys.executable, ROOT / "ppo/ppo_rag.py", *words, f"OUTPUT_DIR={folder}", "RESUME=no"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}: exit code {done.returncode}")
-=======
-    """Returns test.json of a run with these KEY=VALUE words."""
-    command = [sys.executable, ROOT / "ppo/ppo_rag.py", *words, f"OUTPUT_DIR={folder}", "RESUME=no"]
-    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
->>>>>>> wt_icl
     return json.loads((folder / "test.json").read_text())
 
 
