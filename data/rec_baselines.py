@@ -171,7 +171,8 @@ def main():
     }
     histories = sorted({tuple(row["history"]) for row in valid_rows + test_rows})
     smallest = np.min_scalar_type(-len(catalogue.items))  # a type of few bytes
-    arrays = {"histories": pad(histories, -1).numpy().astype(smallest)}
+    arrays = {"data": np.array(rec.baseline_data())}
+    arrays["histories"] = pad(histories, -1).numpy().astype(smallest)
     for name, scores_of in methods.items():
         arrays[name] = top_items(scores_of, histories).numpy().astype(smallest)
         print(f"{name:10} NDCG@10 on validation {ndcg(scores_of, valid_rows):.4f}")

@@ -267,6 +267,8 @@ class RecTrainer:
         self.load_data()
         self.run.facts["data"] = digest(self.sft_rows)
         self.reward_functions = find_functions(REWARD_FUNCTIONS)  # [(name, function, weight)]
+        for taken in {"value", "rule", "ranking"} & set(column(self.reward_functions, 0)):
+            raise UserError(f"REWARD_FUNCTIONS: rename {taken}(): a part of the reward has this name")
         self.baselines = {}  # their metrics on validation, for the pictures
         self.seconds = Counter()  # of the current step, by activity
 
@@ -327,6 +329,9 @@ class RecTrainer:
         history_rows, title_rows = self.title_rows()
         self.rl_rows = self.rl_rows + history_rows
         self.sft_rows = code_rows + history_rows + title_rows
+        prompts = column(self.sft_rows + self.rl_rows + self.valid_rows + self.test_rows, "ids")
+        items = max(map(len, column(self.sft_rows, "items")))
+        check_limits(self.actor, chain(*prompts), max(map(len, prompts)) + items * self.trie.depth)
         self.steps_per_epoch = math.ceil(len(self.sft_rows) / SFT_BATCH_SIZE)
         self.sft_steps = SFT_EPOCHS * self.steps_per_epoch
         if VALUE_WEIGHT:
@@ -343,6 +348,10 @@ class RecTrainer:
         each asked for by its title."""
         draw = random.Random(SEED)
         titles = self.catalogue.titles
+        missing = [item for item, title in zip(self.catalogue.items, titles) if not title.strip()]
+        if missing and TITLE_ROWS + TITLE_HISTORY_ROWS:
+            fault = f"{len(missing)} items have no title, such as {missing[0]!r}"
+            raise UserError(f"ITEM_FILE = {ITEM_FILE!r}: {fault}; TITLE_ROWS, TITLE_HISTORY_ROWS need all")
         history_rows = draw.sample(self.rl_rows, round(TITLE_HISTORY_ROWS * len(self.rl_rows)))
         for number, row in enumerate(history_rows):
             text = "\n".join(titles[item] for item in row["history"])
@@ -596,13 +605,21 @@ class RecTrainer:
         order = logprobs.sum(2).argsort(dim=1, descending=True, stable=True)
         return items.gather(1, order), logprobs.gather(1, order.unsqueeze(2).expand_as(logprobs))
 
-    def recommend(self, history, k=10):
+    def recommend(self, history, k=10, is_new=False):
         """Returns the actor's k likeliest items after a history (names, the oldest first), best first: tuples
-        of item, title and probability."""
-        items = [self.catalogue.number[str(name)] for name in history][-MAX_HISTORY:]
-        numbers, logprobs = self.search_rows(self.actor, [{"ids": self.prompt(items)}], max(k, EVAL_BEAMS))
-        titles = [self.catalogue.titles[number] for number in numbers[0]]
-        return [*zip(self.catalogue.names(numbers[0]), titles, logprobs[0].sum(1).exp().tolist())][:k]
+        of item, title and probability. is_new=True leaves out the items of the history."""
+        history = list(map(str, history))
+        unknown = [name for name in history if name not in self.catalogue.number]
+        if unknown or not history:
+            raise UserError(f"recommend() takes a history of one or more items of INDEX_FILE; not {unknown}")
+        items = [self.catalogue.number[name] for name in history]
+        rows = [{"ids": self.prompt(items[-MAX_HISTORY:])}]
+        (numbers,), (logprobs,) = self.search_rows(self.actor, rows, max(k, EVAL_BEAMS) + len(set(items)))
+        found = []
+        for number, probability in zip(numbers.tolist(), logprobs.sum(1).exp().tolist()):
+            if not (is_new and number in items):
+                found.append((self.catalogue.items[number], self.catalogue.titles[number], probability))
+        return found[:k]
 
     # ------------------------------------------------------------ evaluation, logs, checkpoints
 
@@ -779,6 +796,19 @@ def load_model(auto_class, path):
         # Weights that are mapped from a file may be unaligned, which changes a product's last bit
         parameter.data = parameter.data.clone()
     return model.requires_grad_(False).eval()
+
+
+def check_limits(model, ids, length):
+    """Refuses token ids that the model has no embedding for, and texts longer than its positions: on a GPU
+    they would end the process."""
+    count = model.get_input_embeddings().num_embeddings
+    if max(ids, default=0) >= count:
+        raise UserError(f"{model.name_or_path} has {count} embeddings: too few for its tokenizer's ids")
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    limit = getattr(config, "max_position_embeddings", None) or math.inf
+    if length > limit * (rope.get("factor") or 1):
+        raise UserError(f"{model.name_or_path} has {limit} positions, the longest text has {length} tokens")
 
 
 def add_adapter(model, saved=None):
@@ -1004,7 +1034,14 @@ class Catalogue:
     """The items of INDEX_FILE by number: items (names), titles, codes (lists); vocabulary: all codes."""
 
     def __init__(self):
-        index = read_file("INDEX_FILE", lambda path: dict(json.loads(Path(path).read_text("utf-8"))))
+        index = read_file("INDEX_FILE", lambda path: json.loads(Path(path).read_text("utf-8-sig")))
+        takes = 'it takes {item: codes}, such as {"B0012": ["<a_7>", "<b_120>", "<c_3>"]}'
+        if not isinstance(index, dict) or not index:
+            raise UserError(f"INDEX_FILE = {INDEX_FILE!r}: {takes}")
+        for item, codes in index.items():
+            is_list = isinstance(codes, list) and len(codes) > 0
+            if not is_list or not all(isinstance(code, str) and code.strip() for code in codes):
+                raise UserError(f"INDEX_FILE = {INDEX_FILE!r}: item {item!r} has {codes!r:.80}: {takes}")
         self.items = list(index)
         self.number = {item: number for number, item in enumerate(index)}
         self.codes = list(map(list, index.values()))
@@ -1024,11 +1061,12 @@ class Catalogue:
 
 
 def read_titles(path):
-    lines = csv.reader(Path(path).read_text("utf-8").splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE)
-    return {item: title for _, title, item in lines}
+    lines = Path(path).read_text("utf-8-sig").removesuffix("\n").split("\n")
+    return {item: title for _, title, item in (line.split("\t") for line in lines)}
 
 
 def read_csv(path):
+    csv.field_size_limit(2**31 - 1)  # a history may be longer than the default, 131,072
     with open(path, encoding="utf-8-sig", newline="") as file:
         return list(csv.DictReader(file, strict=True))  # strict: an open quote is an error
 
@@ -1094,16 +1132,25 @@ def transitions(sequences):
 # ================================================================ figures
 
 
+def baseline_data():
+    """Returns a digest of what other methods learn from and choose their settings by."""
+    return digest([MAX_HISTORY, *(Path(path).read_bytes() for path in (INDEX_FILE, TRAIN_FILE, VALID_FILE))])
+
+
 def baseline_lists(rows):
-    """Returns {baseline: best items (rows, 20 or more)} of BASELINES_FILE; {} if it lacks one of the rows."""
+    """Returns {baseline: best items (rows, 20 or more)} of BASELINES_FILE; {} if it is of other data."""
     if not Path(BASELINES_FILE).exists():
         return {}
     arrays = dict(read_file("BASELINES_FILE", np.load))
+    is_current = str(arrays.pop("data", "")) == baseline_data()
     place = {}  # of a history's lists
     for number, history in enumerate(arrays.pop("histories")):
         place[tuple(history[history >= 0])] = number  # -1 is padding
     places = [place.get(tuple(row["history"])) for row in rows]
-    if None in places:
+    width = min(array.shape[1] for array in arrays.values())
+    if not is_current or None in places or width < GROUP_SIZE:
+        fault = "is of other rows, codes, MAX_HISTORY or a smaller GROUP_SIZE, and is not shown"
+        print(f"BASELINES_FILE = {BASELINES_FILE!r} {fault}; data/rec_baselines.py writes it", flush=True)
         return {}
     return {name: torch.tensor(lists[places]).long() for name, lists in arrays.items()}
 
@@ -1412,13 +1459,16 @@ def check_constants():
         "MAX_HISTORY MAX_EVAL_ROWS SFT_BATCH_SIZE BATCH_SIZE MICRO_BATCH_ROWS GROUP_EPOCHS "
         "MINI_BATCHES KEEP_LAST_N_CHECKPOINTS PRINT_EVERY_N_STEPS"
     )
+    above_0 = min(TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM, SFT_LEARNING_RATE)
+    shares = VALUE_DECAY, SFT_WARMUP, TITLE_ROWS, TITLE_HISTORY_ROWS
     rules = {
         "DTYPE is float32 or bfloat16": DTYPE in ("float32", "bfloat16"),
         "CANDIDATES is beam or sample": CANDIDATES in ("beam", "sample"),
         "LOSS_TYPE is dapo or gspo": LOSS_TYPE in ("dapo", "gspo"),
         "SCALE_REWARDS is group, batch or none": SCALE_REWARDS in ("group", "batch", "none"),
         "KL_ESTIMATOR is k2 or k3": KL_ESTIMATOR in ("k2", "k3"),
-        "TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM are above 0": min(TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM) > 0,
+        "TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM, SFT_LEARNING_RATE are above 0": above_0 > 0,
+        "VALUE_DECAY, SFT_WARMUP, TITLE_ROWS, TITLE_HISTORY_ROWS are at most 1": max(shares) <= 1,
         "GROUP_SIZE is 2 or more, and at most EVAL_BEAMS": 2 <= GROUP_SIZE <= EVAL_BEAMS,
         "EVAL_BEAMS is 20 or more": EVAL_BEAMS >= 20,
         "a reward has a weight": VALUE_WEIGHT or RULE_WEIGHT or RANKING_WEIGHT or REWARD_FUNCTIONS,

@@ -115,6 +115,12 @@ def test_a_narrow_beam_keeps_the_best_prefixes_of_each_level(make, tmp_path):
     (found,) = trainer.recommend(trainer.catalogue.names(row["history"]), k=1)
     assert found[:2] == (f"i{best}", f'a 3/4" bolt, the number {best}')
     assert found[2] == pytest.approx(math.exp(sum(logprobs[best])), rel=1e-3)
+    everything = trainer.recommend(["i3", "i1"], k=ITEMS)
+    new = trainer.recommend(["i3", "i1"], k=ITEMS, is_new=True)
+    assert len(everything) == ITEMS and new == [x for x in everything if x[0] not in ("i3", "i1")]
+    for history in ([], ["i3", "i99"]):
+        with pytest.raises(trainer.module.UserError, match="a history of one or more items"):
+            trainer.recommend(history)
 
 
 @pytest.mark.parametrize("constants", [{}, {"DTYPE": "bfloat16"}, {"GRADIENT_CHECKPOINTING": True}])
@@ -178,6 +184,9 @@ def test_rewards_by_hand(make):
     for name, by_hand in wanted.items():
         assert torch.allclose(parts[name], torch.tensor(by_hand, dtype=torch.float32)), name
     assert torch.allclose(scores, sum(w * parts[n] for n, w in zip(wanted, (2, 3, 5, 7))))
+    own.__name__ = "rule"
+    with pytest.raises(trainer.module.UserError, match=r"rename rule\(\)"):
+        make(REWARD_FUNCTIONS=[(own, 7.0)])
 
 
 def test_ndcg_and_hit_rate_against_brute_force(make):
@@ -287,6 +296,10 @@ def test_baselines_belong_to_their_rows_and_stand_in_the_table(make, world, tmp_
     assert list(table) == [*rules, "sft", "grpo", "grpo - sft", "possible"]
     gain = table["grpo"]["ndcg@10"] - table["sft"]["ndcg@10"]
     assert table["grpo - sft"]["ndcg@10"] == pytest.approx(gain, abs=1e-6)
+    trainer.module.GROUP_SIZE = ITEMS + 1  # the lists are shorter
+    assert trainer.module.baseline_lists(trainer.test_rows) == {}
+    write_csv(tmp_path / "train.csv", HEAD, [("u", ["i1"], "i2")])
+    assert make().module.baseline_lists(trainer.test_rows) == {}
 
 
 @pytest.mark.parametrize("candidates", ["beam", "sample"])
@@ -341,14 +354,34 @@ BAD = {
     "values of another catalogue": ({"VALUES_FILE": ROOT / "data/rec/values.npy"}, {}, "a row and a column"),
     "no model": ({"ACTOR_MODEL": "nowhere/at/all"}, {}, "ACTOR_MODEL=nowhere/at/all"),
     "titles without words": ({"TITLE_ROWS": 1.0}, {}, "does not know the titles' words"),
+    "an item without a title": ({"TITLE_ROWS": 1.0}, {"items.txt": "<a>\tx\ti1\n"}, "19 items have no title"),
+    "titles beyond the model's positions": (
+        {"TITLE_ROWS": 1.0, "ACTOR_MODEL": TINY},
+        {"items.txt": "".join(f"<a>\t{999 * '$ the '}\ti{item}\n" for item in range(ITEMS))},
+        "has 512 positions",
+    ),
+    "codes as one text": ({}, {"index.json": '{"i1": "<a_1><b_2>"}'}, "item 'i1' has '<a_1><b_2>': it takes"),
+    "codes as numbers": ({}, {"index.json": '{"i1": [1, 2]}'}, "item 'i1' has [1, 2]: it takes"),
+    "an empty code": ({}, {"index.json": '{"i1": ["<a_1>", ""]}'}, "item 'i1' has ['<a_1>', '']: it takes"),
+    "codes as objects": (
+        {},
+        {"index.json": '[{"item": "i1", "codes": ["<a_1>"]}]'},
+        "it takes {item: codes}",
+    ),
+    "no items": ({}, {"index.json": "{}"}, "it takes {item: codes}"),
+    "a share in percent": ({"TITLE_ROWS": 20.0}, {}, "TITLE_ROWS, TITLE_HISTORY_ROWS are at most 1"),
+    "no learning rate": ({"SFT_LEARNING_RATE": 0.0}, {}, "SFT_LEARNING_RATE are above 0"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_wrong_input_is_one_line_and_exit_code_2(world, tmp_path, name, refusal):
     constants, files, message = BAD[name]
-    for file, rows in files.items():
-        write_csv(tmp_path / file, HEAD, rows)
+    for file, content in files.items():
+        if isinstance(content, str):
+            (tmp_path / file).write_text(content)
+        else:
+            write_csv(tmp_path / file, HEAD, content)
     assert message in refusal(PATH, *words_of({**world, **constants}))
 
 
