@@ -34,7 +34,8 @@ class Trainer(rec.RecTrainer):
         self.vectors = torch.tensor(vectors, dtype=torch.float32)  # (items, words), of length 1
         sequences, valid_rows, _ = rec.load_splits(self.catalogue)
         torch.manual_seed(rec.SEED)
-        self.sasrec = rec_baselines.train_sasrec(sequences, valid_rows, len(self.catalogue.items))
+        parts = torch.arange(len(self.catalogue.items)).unsqueeze(1)
+        self.sasrec = rec_baselines.train_sasrec(sequences, valid_rows, parts, dropout=0.3)
 
     def list_rewards(self, rows, items):
         """Returns {name: rewards (rows, G)} of lists of items (rows, G)."""
