@@ -304,9 +304,9 @@ class RecTrainer:
         history_rows, title_rows = self.title_rows()
         self.rl_rows = self.rl_rows + history_rows
         self.sft_rows = code_rows + history_rows + title_rows
-        prompts = column(self.sft_rows + self.rl_rows + self.valid_rows + self.test_rows, "ids")
-        items = max(map(len, column(self.sft_rows, "items")))
-        check_limits(self.actor, chain(*prompts), max(map(len, prompts)) + items * self.trie.depth)
+        rows = self.sft_rows + self.rl_rows + self.valid_rows + self.test_rows
+        lengths = [len(row["ids"]) + len(row["items"]) * self.trie.depth for row in rows]
+        check_limits(self.actor, chain(*column(rows, "ids")), max(lengths))
         self.steps_per_epoch = math.ceil(len(self.sft_rows) / SFT_BATCH_SIZE)
         self.sft_steps = SFT_EPOCHS * self.steps_per_epoch
         if VALUE_WEIGHT:
