@@ -165,11 +165,13 @@ def draw(points):
         lines.setdefault(method, []).append((setting, point))
     for method, settings in lines.items():
         ndcg, ndcg_error, reward, reward_error = np.array([point for _, point in settings]).T
-        style = "o-" if len(settings) > 1 else "s"
+        style = "s"
+        if len(settings) > 1:
+            style = "o-" if method == "GRPO" else "o--"  # a rerank must know the value
         if method == "possible NDCG@10":
             axis.axhline(ndcg[0], color="grey", linestyle="--", label="best possible NDCG@10")
             continue
-        axis.errorbar(reward, ndcg, ndcg_error, reward_error, style, label=method, markersize=4, capsize=2)
+        axis.errorbar(reward, ndcg, ndcg_error, reward_error, style, label=method, ms=4, elinewidth=0.7)
         for (setting, _), x, y in zip(settings, reward, ndcg):
             axis.annotate(setting, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
     axis.legend(fontsize=8, loc="lower left", bbox_to_anchor=(1.0, 0.3))
