@@ -222,13 +222,13 @@ def write(folder, rows, longest, titles, codes):
     (folder / "items.txt").write_text("".join(lines), encoding="utf-8")
     words = [f"{key}={folder / name}" for key, name in WORDS.items()] + ["VALUES_FILE=None", "VALUE_WEIGHT=0"]
     words.append(f"MAX_HISTORY={longest}")
-    # As many training rows per optimizer step as have about 256 items to learn, a power of two
+    # As many training rows per optimizer step as have about 64 items to learn, a power of two
     learnt = np.mean([min(longest, len(items) - 1) for _, items in rows["train"]])
-    batch_size = 2 ** max(0, round(math.log2(256 / learnt)))
-    # About 1,250 steps of SFT, as in the default run, in 10 to 40 epochs. A third without a gain ends it
-    epochs = min(40, max(10, round(1250 * batch_size / len(rows["train"]))))
+    batch_size = 2 ** max(0, round(math.log2(64 / learnt)))
+    # About 2,250 steps of SFT, as in the default run, in 10 to 40 epochs. A third without a gain ends it
+    epochs = min(40, max(10, round(2250 * batch_size / len(rows["train"]))))
     words += [f"SFT_BATCH_SIZE={batch_size}", f"SFT_EPOCHS={epochs}", f"SFT_PATIENCE={epochs // 3}"]
-    words.append(f"GROUP_SIZE={min(16, len(titles))}")
+    words.append(f"GROUP_SIZE={min(10, len(titles))}")
     (folder / "words.txt").write_text("\n".join(words) + "\n")
 
 

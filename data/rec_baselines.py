@@ -152,12 +152,13 @@ def train_sasrec(sequences, valid_rows, parts, dropout):
         targets.append([item if is_learnt else -100 for item, is_learnt in pairs])
     targets = pad(targets, -100)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
-    steps = EPOCHS * math.ceil(len(inputs) / rec.SFT_BATCH_SIZE)
+    batch_size = 2 * rec.SFT_BATCH_SIZE
+    steps = EPOCHS * math.ceil(len(inputs) / batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     best = -1.0
     for _ in range(EPOCHS):
         model.train()
-        for chunk in torch.randperm(len(inputs)).split(rec.SFT_BATCH_SIZE):
+        for chunk in torch.randperm(len(inputs)).split(batch_size):
             logits = model(inputs[chunk]).flatten(0, 1)
             loss = torch.nn.functional.cross_entropy(logits, targets[chunk].flatten())
             optimizer.zero_grad()

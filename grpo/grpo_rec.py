@@ -112,9 +112,10 @@ VALUE_DECAY = 1.0  # weight of an item of the history relative to the next one
 
 # SFT
 SFT_EPOCHS = 9
-SFT_BATCH_SIZE = 16  # sequences per optimizer step: take as many as have about 128 items to learn
+SFT_BATCH_SIZE = 8  # sequences per optimizer step: take as many as have about 64 items to learn
 SFT_LEARNING_RATE = 3e-3  # rises for SFT_WARMUP of the steps, then falls to 0 by a cosine
 SFT_WARMUP = 0.05
+SFT_BETA2 = 0.95  # of AdamW; with its own 0.999 some seeds stay for long on the loss of the first steps
 SFT_WEIGHT_DECAY = 0.05  # share of the weights that an epoch takes away at the full learning rate
 SFT_PATIENCE = 4  # epochs without a better NDCG@10 on validation before SFT ends; 0: all are run
 
@@ -436,6 +437,7 @@ class RecTrainer:
         started = time.perf_counter()
         group = self.optimizers["policy"].param_groups[0]
         group["lr"] = sft_learning_rate(self.state.step, self.sft_steps)
+        group["betas"] = 0.9, SFT_BETA2
         # AdamW takes learning rate * weight decay away per step, and a long log has more steps per epoch
         group["weight_decay"] = SFT_WEIGHT_DECAY / (SFT_LEARNING_RATE * self.steps_per_epoch)
         num_codes = self.trie.depth * sum(map(sum, column(rows, "learn")))
