@@ -141,7 +141,7 @@ KL_ESTIMATOR = "k2"  # k2 | k3, each with its own gradient
 
 # Schedule and files
 MAX_STEPS = 100  # of GRPO; 0: SFT alone
-SAVE_EVERY_N_STEPS = 100  # 0: only at the end
+SAVE_EVERY_N_STEPS = 500  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 50  # steps of GRPO; 0: only before the first and after the last. SFT: every epoch
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before GRPO ends; 0: all steps are run
