@@ -12,8 +12,9 @@ the constants below as KEY=VALUE.
 Splits. SPLIT=time, the default: the test asks for the last TEST_SHARE of all interactions, validation for the
 VALID_SHARE before them, and what is older is trained on. So nothing that is trained on is later than what is
 asked, as where a recommender is used. SPLIT=last asks for each user's last item, and in validation for the
-one before: every user is asked for, but what others did later is trained on. It suits short logs. A user's
-interactions are ordered by time, equal times as in the log.
+one before: every user of three interactions is asked for, but what others did later is trained on. It suits
+short logs. A user's interactions are ordered by time, equal times as in the log. Of lines with equal user,
+item and time one is kept.
 
 Histories. words.txt has a MAX_HISTORY of 10 to 50: HISTORY_SHARE of the rows that validation asks for have no
 longer history. A user's training rows end STRIDE items apart, by default MAX_HISTORY, so that each item is
@@ -30,7 +31,7 @@ import json
 import math
 import sys
 import warnings
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from datetime import datetime, UTC
 from pathlib import Path
@@ -58,6 +59,7 @@ LEVELS = 3
 CODES = 0  # groups of a level; 0: the square root of the number of items
 WIDTH = 64  # of the vectors
 SEED = 0
+UNITS = (1e8, 1e11, 1e14, 1e17)  # times since 1973 in seconds, milliseconds, microseconds, nanoseconds
 WORDS = {  # of grpo_rec.py: what words.txt names in the folder
     "TRAIN_FILE": "train.csv",
     "VALID_FILE": "valid.csv",
@@ -77,6 +79,7 @@ def read_csv(constant, columns):
     """Returns [(line, a text for each of columns)]."""
     where = f"{constant} = {globals()[constant]!r}"
     rows = []
+    csv.field_size_limit(2**31 - 1)  # a cell may be longer than the default, 131,072
     try:
         with open(globals()[constant], newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, strict=True)
@@ -94,20 +97,21 @@ def read_csv(constant, columns):
     return rows
 
 
-def seconds_of(text, where):
-    """Returns the seconds since 1970 of a number or a date."""
+def read_time(text, where):
+    """Returns a number, or the seconds since 1970 of a date, and its unit: "date", or a number's place in
+    UNITS."""
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if math.isfinite(seconds):
-        return seconds
+        return seconds, bisect_right(UNITS, abs(seconds))
     try:
         date = datetime.fromisoformat(text)
     except ValueError:
         takes = "it takes a number, such as seconds since 1970, or a date, such as 2024-03-01T12:30:00"
         raise UserError(f"{where}: {TIME} {text[:40]!r} cannot be read: {takes}") from None
-    return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
+    return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp(), "date"
 
 
 def read_log():
@@ -116,14 +120,23 @@ def read_log():
     for line, item, title in read_csv("TITLES" if TITLES else "LOG", (ITEM, TITLE)):
         if titles.setdefault(item, title) != title:
             raise UserError(f"{TITLES or LOG} line {line}: item {item!r} has two titles: delete one")
-    events = defaultdict(list)
-    for line, user, item, time in read_csv("LOG", (USER, ITEM, TIME)):
+    events = defaultdict(dict)  # a user's, without equal ones
+    first_of = {}  # the first line of each unit
+    lines = read_csv("LOG", (USER, ITEM, TIME))
+    for line, user, item, time in lines:
         where = f"LOG = {LOG!r} line {line}"
         if item not in titles:
             raise UserError(f"{where}: item {item!r} has no title in {TITLES}: add it, or delete the line")
-        events[user].append((seconds_of(time, where), item))
+        seconds, unit = read_time(time, where)
+        first_of.setdefault(unit, f"line {line} has {TIME} {time}")
+        events[user][seconds, item] = None
     if not events:
         raise UserError(f"LOG = {LOG!r}: it has no line below its columns")
+    if len(first_of) > 1:
+        fault = "of different units, such as seconds, milliseconds and dates: write all in one"
+        raise UserError(f"LOG = {LOG!r}: {', '.join(first_of.values())}: times {fault}")
+    if repeated := len(lines) - sum(map(len, events.values())):
+        print(f"{repeated} of {len(lines)} lines repeat an earlier one's user, item and time: left out")
     by_time = {user: sorted(pairs, key=lambda pair: pair[0]) for user, pairs in events.items()}
     return titles, {user: pairs[-LONGEST:] for user, pairs in by_time.items()}
 
@@ -209,13 +222,13 @@ def write(folder, rows, longest, titles, codes):
     (folder / "items.txt").write_text("".join(lines), encoding="utf-8")
     words = [f"{key}={folder / name}" for key, name in WORDS.items()] + ["VALUES_FILE=None", "VALUE_WEIGHT=0"]
     words.append(f"MAX_HISTORY={longest}")
-    # As many training rows per optimizer step as have about 256 items to learn, a power of two
+    # As many training rows per optimizer step as have about 64 items to learn, a power of two
     learnt = np.mean([min(longest, len(items) - 1) for _, items in rows["train"]])
-    batch_size = 2 ** max(0, round(math.log2(256 / learnt)))
-    # About 1,250 steps of SFT, as in the default run, in 10 to 40 epochs. A third without a gain ends it
-    epochs = min(40, max(10, round(1250 * batch_size / len(rows["train"]))))
+    batch_size = 2 ** max(0, round(math.log2(64 / learnt)))
+    # About 2,250 steps of SFT, as in the default run, in 10 to 40 epochs. A third without a gain ends it
+    epochs = min(40, max(10, round(2250 * batch_size / len(rows["train"]))))
     words += [f"SFT_BATCH_SIZE={batch_size}", f"SFT_EPOCHS={epochs}", f"SFT_PATIENCE={epochs // 3}"]
-    words.append(f"GROUP_SIZE={min(16, len(titles))}")
+    words.append(f"GROUP_SIZE={min(10, len(titles))}")
     (folder / "words.txt").write_text("\n".join(words) + "\n")
 
 
@@ -229,6 +242,9 @@ def apply_words(words):
             globals()[key] = type(globals()[key])(text)
         except ValueError:
             raise UserError(f"{word}: {key} takes a number, such as {globals()[key]}") from None
+    if min(LONGEST, STRIDE, MAX_HISTORY, CODES, SEED) < 0 or WIDTH < 1 or not 0 <= HISTORY_SHARE <= 1:
+        takes = "counts are not negative, WIDTH is 1 or more, HISTORY_SHARE at most 1"
+        raise UserError(f"{takes}: {' '.join(words)}")
     if SPLIT not in ("time", "last") or not 1 <= LEVELS <= 11 or not 0 < VALID_SHARE < 1 - TEST_SHARE < 1:
         takes = "SPLIT takes time or last, LEVELS 1 to 11; the SHAREs are above 0 and their sum below 1"
         raise UserError(f"{takes}: {' '.join(words)}")
@@ -236,7 +252,7 @@ def apply_words(words):
 
 def main(words):
     if words[:1] in (["-h"], ["--help"]):
-        print(__doc__ + Path(__file__).read_text().split("# constants\n")[1].split("WORDS =")[0])
+        print(__doc__ + Path(__file__).read_text().split("# constants\n")[1].split("UNITS =")[0])
         return
     if not words or "=" in words[0]:
         raise UserError("the first word is the folder to write: make_codes.py mine LOG=log.csv TITLES=...")
@@ -254,6 +270,11 @@ def main(words):
     counts = ", ".join(f"{len(pairs)} in {name}.csv" for name, pairs in rows.items())
     print(f"{len(titles)} items, of which {alike} differ from another one by their last code alone")
     print(f"rows: {counts}; {unseen} of the test's items were never taken in training; MAX_HISTORY={longest}")
+    asked = len({user for user, _ in rows["test"]})
+    reason = (
+        "took nothing in the test's time, or nothing before it" if SPLIT == "time" else "took fewer than 3"
+    )
+    print(f"{asked} of {len(events)} users are asked for in the test; others {reason}")
     for program in ("data/rec_baselines.py", "grpo/grpo_rec.py"):
         print(f"python {ROOT}/{program} @{folder}/words.txt")
 

@@ -1,26 +1,29 @@
 """Rebuilds data/rec/, the catalogue and histories of grpo/grpo_rec.py's default run, from a seed.
 
-    python data/make_rec.py [folder]
+    python data/make_rec.py                    # data/rec/
+    python data/make_rec.py /tmp/shop 8        # the shop of another seed
 
-The shop is a world small enough to know what is possible in it. 500 items stand on 50 shelves of 10
-departments; an item's codes are department, shelf, place. A shelf fits after a few others (a Markov chain of
-shelves); an item has a quality, which shows after the purchase. What a user with the history h *values* next,
-0 to 1, is
+The shop has 576 items: 16 departments, in each 6 brands, of each 6 variants. An item's codes are department,
+brand, variant. Four departments are a hall, and a brand is sold in one hall only.
 
-    value(h, i) = sum_j w_j fit[shelf of h_j, shelf of i] * quality_i
+Each user belongs to one of 6 camps, which no file names. In each hall one brand belongs to each camp. What a
+user takes next depends on the camp and on the department of the last item *together*,
 
-with weights w that fall by DECAY for each item further back and sum to 1. What was *logged* knows nothing of
-quality. Each shelf has one item that is advertised: it is shown PROMOTION times as often as its neighbours,
-bought again and again, and regretted; some shelves are shown more than others, and some clicks are noise:
+    P(i | camp, last) = P(department | camp, last department) P(brand | camp) P(variant | camp)
 
-    fit(h, i)       = sum_j w_j fit[shelf of h_j, shelf of i]
-    P(logged i | h) = (1 - NOISE) exposure_i exp(SHARPNESS fit(h, i)) / sum + NOISE exposure_i / sum
+Each camp has 3 departments that may follow each one, with probabilities FOLLOWS. LOYALTY is the share of the
+brand of the user's camp; the other brands share the rest. A camp likes half of the variants and takes them
+TASTE times as often as the others. So one item says little about a user, who may have taken the brand of
+another camp. Several items say what the camp is, to a reader who has learnt which brands go together.
 
-So what imitates the log, a model or a count, recommends what was shown, and cannot know which of a shelf's
-other items are good; what is rewarded by value can.
+What is returned is not in the log. A user keeps brands of the own camp, in variants that it likes. As far as
+the history h tells, an item's value is
+
+    value(h, i) = share of i's camp among the items of h, if that camp likes the variant; else 0
+
 Files: train.csv, valid.csv, test.csv (a row per user; each user is in one file), index.json {item: codes},
-items.txt (codes, title and item, tab between), values.npy (the worth of each item after each, in the order of
-index.json).
+items.txt (codes, title and item, tab between), values.npy (items, items), in the order of index.json: 1 if
+the second item is of the first one's camp, in a variant that this camp likes.
 """
 
 import csv
@@ -31,65 +34,51 @@ from pathlib import Path
 import numpy as np
 
 SEED = 7
-DEPARTMENTS = 10
-SHELVES = 5  # a department
-PLACES = 10  # a shelf
-USERS = {"train": 4000, "valid": 500, "test": 2000}
+USERS = {"train": 2000, "valid": 500, "test": 2000}
 LONGEST = 10  # items in a history
-SUCCESSORS = (1.0, 0.85, 0.7, 0.55)  # how well a shelf's four successors fit
-SAME_SHELF = 0.3
-DECAY = 0.5
-EXPOSURE = 0.5  # the shelf of popularity rank n was shown n ** -EXPOSURE as often as the first
-PROMOTION = 16.0
-REGRETTED = 0.1  # the quality of what is advertised; the others' is 0.2 to 1
-SHARPNESS = 7.0
-NOISE = 0.1
-NAMES = {
-    "kitchen": "pan kettle knife bowl grater",
-    "garden": "spade hose seed pot rake",
-    "office": "pen folder lamp stapler desk",
-    "workshop": "drill saw hammer clamp vice",
-    "music": "guitar string drum stand tuner",
-    "sport": "ball racket mat glove net",
-    "bath": "towel soap brush mirror scale",
-    "toys": "puzzle kite train doll blocks",
-    "travel": "bag map adapter pillow lock",
-    "pets": "leash bed feeder toy comb",
+HALLS = {  # departments: brands
+    "pan kettle knife bowl": "Aldo Bern Corva Dunn Elis Fenn",
+    "spade hose pot rake": "Garo Hale Ivon Jute Kolm Lark",
+    "racket mat glove net": "Mavi Nord Orlo Pell Quil Rusk",
+    "bag pillow lock map": "Sable Tarn Ulm Vero Wick Xeno",
 }
-ADJECTIVES = "small large red blue light heavy plain folding classic new".split()
-KINDS = [f"{name} {kind}" for name, kinds in NAMES.items() for kind in kinds.split()]
+VARIANTS = "small large red blue plain classic".split()
+CAMPS = 6  # as many as a hall has brands, and a brand variants
+LIKED = (0, 1, 3)  # variants that the first camp likes; each next camp likes those one further
+FOLLOWS = (0.5, 0.3, 0.2)
+LOYALTY = 0.6
+TASTE = 2.0
+NOISE = 0.1  # share of the departments that are taken by chance
+DEPARTMENTS = " ".join(HALLS).split()
+BRANDS = " ".join(HALLS.values()).split()
 
 
 def build_world(rng):
-    items = DEPARTMENTS * SHELVES * PLACES
-    shelves = DEPARTMENTS * SHELVES
-    shelf = np.arange(items) // PLACES
-    fit = np.zeros((shelves, shelves))
-    for s in range(shelves):
-        others = rng.permutation(np.delete(np.arange(shelves), s))[: len(SUCCESSORS)]
-        fit[s, others] = SUCCESSORS
-        fit[s, s] = SAME_SHELF
-    of_shelf = [REGRETTED, *np.linspace(0.2, 1.0, PLACES - 1)]
-    quality = rng.permuted(np.tile(of_shelf, (shelves, 1)), axis=1).flatten()
-    exposure = ((1.0 + rng.permutation(shelves)) ** -EXPOSURE)[shelf]
-    exposure[quality == REGRETTED] *= PROMOTION
-    fits = fit[shelf][:, shelf]
-    return fits, (fits * quality).astype(np.float16), exposure / exposure.sum()  # values as they are saved
+    """Returns the items' codes (items, 3), P(item | camp, department of the last item), (camps, departments,
+    items), and values (items, items)."""
+    department, brand, variant = np.indices((len(DEPARTMENTS), CAMPS, len(VARIANTS))).reshape(3, -1)
+    brand += department * len(HALLS) // len(DEPARTMENTS) * CAMPS
+    camp = rng.permuted(np.tile(np.arange(CAMPS), (len(HALLS), 1)), axis=1).flatten()[brand]
+    likes = np.isin((np.arange(CAMPS) - np.arange(CAMPS)[:, None]) % CAMPS, LIKED)  # (camps, variants)
+    follows = np.full((CAMPS, len(DEPARTMENTS), len(DEPARTMENTS)), NOISE / len(DEPARTMENTS))
+    for chain in follows:
+        for last, row in enumerate(chain):
+            others = rng.permutation(np.delete(np.arange(len(row)), last))[: len(FOLLOWS)]
+            row[others] += (1 - NOISE) * np.array(FOLLOWS)
+    is_own = camp == np.arange(CAMPS)[:, None]  # (camps, items)
+    chosen = np.where(is_own, LOYALTY, (1 - LOYALTY) / (CAMPS - 1)) * np.where(likes[:, variant], TASTE, 1.0)
+    chosen /= len(VARIANTS) * (1 + TASTE) / 2  # P(brand, variant | camp, department)
+    values = likes[camp, variant] * (camp[:, None] == camp)
+    return np.stack([department, brand, variant], 1), follows[:, :, department] * chosen[:, None], values
 
 
-def logged_distribution(fits, exposure, history):
-    weights = DECAY ** np.arange(len(history))[::-1]
-    fit = (weights / weights.sum()) @ fits[history]
-    weighted = exposure * np.exp(SHARPNESS * fit)
-    return (1 - NOISE) * weighted / weighted.sum() + NOISE * exposure
-
-
-def make_histories(rng, fits, exposure, users):
+def make_histories(rng, codes, probabilities, users):
     rows = []
     for _ in range(users):
-        sequence = [int(rng.choice(len(exposure), p=exposure))]
-        for _ in range(rng.integers(3, LONGEST + 1)):
-            sequence.append(int(rng.choice(len(exposure), p=logged_distribution(fits, exposure, sequence))))
+        of_camp = probabilities[rng.integers(CAMPS)]
+        sequence = [int(rng.choice(len(codes), p=of_camp.mean(0)))]
+        for _ in range(rng.integers(4, LONGEST + 1)):
+            sequence.append(int(rng.choice(len(codes), p=of_camp[codes[sequence[-1], 0]])))
         rows.append((sequence[:-1], sequence[-1]))
     return rows
 
@@ -99,24 +88,24 @@ def write_csv(path, *rows):
         csv.writer(file, lineterminator="\n").writerows(rows)
 
 
-def main(folder):
-    rng = np.random.default_rng(SEED)
-    fits, values, exposure = build_world(rng)
+def main(folder, seed=SEED):
+    rng = np.random.default_rng(seed)
+    codes, probabilities, values = build_world(rng)
     folder.mkdir(parents=True, exist_ok=True)
     index = {}
     lines = []
-    for item in range(len(values)):
-        shelf, place = divmod(item, PLACES)
-        index[str(item)] = [f"<a_{shelf // SHELVES}>", f"<b_{shelf % SHELVES}>", f"<c_{place}>"]
-        lines.append(f"{''.join(index[str(item)])}\t{KINDS[shelf]}, {ADJECTIVES[place]}\t{item}\n")
+    for item, (department, brand, variant) in enumerate(codes):
+        index[str(item)] = [f"<a_{department}>", f"<b_{brand}>", f"<c_{variant}>"]
+        title = f"{VARIANTS[variant]} {DEPARTMENTS[department]}, {BRANDS[brand]}"
+        lines.append(f"{''.join(index[str(item)])}\t{title}\t{item}\n")
     (folder / "index.json").write_text(json.dumps(index) + "\n")
     (folder / "items.txt").write_text("".join(lines))
-    np.save(folder / "values.npy", values)
+    np.save(folder / "values.npy", values.astype(np.uint8))
     for split, users in USERS.items():
-        histories = enumerate(make_histories(rng, fits, exposure, users))
+        histories = enumerate(make_histories(rng, codes, probabilities, users))
         rows = [(f"{split}{user}", history, target) for user, (history, target) in histories]
         write_csv(folder / f"{split}.csv", ("user_id", "history_item_id", "item_id"), *rows)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if sys.argv[1:] else Path(__file__).parent / "rec"))
+    main(Path(sys.argv[1] if sys.argv[1:] else Path(__file__).parent / "rec"), *map(int, sys.argv[2:]))

@@ -3,8 +3,8 @@
 Shows how a reward that needs numbers, or the whole list of a history, is added: compute_rewards() is
 overridden.
 - semantic: cosine of the item's and the target's titles (TF-IDF)
-- collaborative: the score of SASRec, which data/rec_baselines.py trains in a quarter of a minute, scaled to
-  0 to 1 within the list
+- collaborative: the score of SASRec, which data/rec_baselines.py trains in half a minute, scaled to 0 to 1
+  within the list
 - diversity: the share of the list's other items that have another first code, the broadest group of
   INDEX_FILE
 
@@ -34,7 +34,8 @@ class Trainer(rec.RecTrainer):
         self.vectors = torch.tensor(vectors, dtype=torch.float32)  # (items, words), of length 1
         sequences, valid_rows, _ = rec.load_splits(self.catalogue)
         torch.manual_seed(rec.SEED)
-        self.sasrec = rec_baselines.train_sasrec(sequences, valid_rows, len(self.catalogue.items))
+        codes = self.trie.codes.cpu()
+        self.sasrec = rec_baselines.train_sasrec(sequences, valid_rows, codes, dropout=0.1)
 
     def list_rewards(self, rows, items):
         """Returns {name: rewards (rows, G)} of lists of items (rows, G)."""

@@ -14,11 +14,9 @@ and every log-probability below, sampled or trained, is of this constrained dist
            rho_t  = pi(c_t) / pi_old(c_t),    clip_t = clip(rho_t, 1 - CLIP_RANGE, 1 + CLIP_RANGE_HIGH)
            L      = mean_t (-min(rho_t A_i, clip_t A_i) + KL_COEF kl_t - ENTROPY_COEF H_t)
 
-kl_t compares the policy with the best one of SFT: log(pi / pi_ref)^2 / 2, whose gradient is on policy that of
-KL(pi || pi_ref), or k3 (KL_ESTIMATOR). CANDIDATES decides what the gradient estimates:
-- "sample", as in GRPO: that of a sample's expected reward;
-- "beam", the default: the GROUP_SIZE likeliest items, no samples. sum_i A_i grad log pi(i) ranks the list,
-  better items up and worse ones down; the KL term pulls their log-probabilities to the reference's.
+The candidates are samples. kl_t compares the policy with the best one of SFT: log(pi / pi_ref)^2 / 2, whose
+gradient is on policy that of KL(pi || pi_ref), or k3 (KL_ESTIMATOR). The likeliest items, which beam search
+finds, are recommended and evaluated.
 
 Shapes: rows = histories; G = GROUP_SIZE; depth = codes of an item; R = codes of all items of a response.
 
@@ -72,7 +70,6 @@ from matplotlib.figure import Figure
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import DynamicCache as Cache
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 ROOT = next((folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir()), None)
 if ROOT is None:
@@ -86,12 +83,9 @@ from rewards import UserError, call_reward, find_functions
 # Model: a folder or a hub name, whose tokenizer gains the codes. A folder without weights gets random ones:
 # data/rec/llama is a small Llama that knows only codes; data/make_llama.py makes others
 ACTOR_MODEL = f"{ROOT}/data/rec/llama"
-LORA_RANK = 0  # 0: GRPO trains all weights, as SFT does; > 0: LoRA adapters of this rank (2106.09685)
-LORA_ALPHA = 32.0  # an adapter's output is scaled by LORA_ALPHA / LORA_RANK
 DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state stay float32)
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1
 ATTENTION: str | None = None  # sdpa | eager | flash_attention_2 (if installed); None: what the model has
-GRADIENT_CHECKPOINTING = False  # recompute activations in training: less memory, slower
 
 # Data: csv files of a history and the next item. data/make_codes.py makes all files from a plain log
 TRAIN_FILE = f"{ROOT}/data/rec/train.csv"  # all items of a line but the first are targets
@@ -104,7 +98,7 @@ INDEX_FILE = f"{ROOT}/data/rec/index.json"  # {item: its codes}
 ITEM_FILE: str | None = f"{ROOT}/data/rec/items.txt"  # lines of codes, title, item, tab between
 BASELINES_FILE = f"{ROOT}/data/rec/baselines.npz"  # other methods' lists; data/rec_baselines.py makes them
 MAX_HISTORY = 10  # items; longer histories are cut from the left
-MAX_EVAL_ROWS: int | None = 300  # of validation, equally far apart; None: all
+MAX_EVAL_ROWS: int | None = 500  # of validation, equally far apart; None: all
 PROMPT_TEMPLATE = "{input}"  # the history; the tokenizer's chat template, if it has one, wraps it
 TITLE_HISTORY_ROWS = 0.0  # share of training rows that also appear with titles in place of codes
 TITLE_ROWS = 0.0  # SFT: share of the items that are also asked for by their title
@@ -112,24 +106,23 @@ TITLE_ROWS = 0.0  # SFT: share of the items that are also asked for by their tit
 # Rewards: the score is the sum of weight * part
 VALUE_WEIGHT = 1.0  # an item's value after the history, from VALUES_FILE, 0 to 1
 RULE_WEIGHT = 1.0  # 1 for the logged target
-RANKING_WEIGHT = 0.0  # 1 for the target; if it is in the group, other items get less the higher they rank
 REWARD_FUNCTIONS = []  # yours: (function(histories, items, targets), weight); it gets items' names
 VALUES_FILE: str | None = f"{ROOT}/data/rec/values.npy"  # (items, items): worth of the second after the first
-VALUE_DECAY = 0.5  # weight of an item of the history relative to the next one
+VALUE_DECAY = 1.0  # weight of an item of the history relative to the next one
 
 # SFT
-SFT_EPOCHS = 10
-SFT_BATCH_SIZE = 32  # sequences per optimizer step: take as many as have about 256 items to learn
+SFT_EPOCHS = 9
+SFT_BATCH_SIZE = 8  # sequences per optimizer step: take as many as have about 64 items to learn
 SFT_LEARNING_RATE = 3e-3  # rises for SFT_WARMUP of the steps, then falls to 0 by a cosine
 SFT_WARMUP = 0.05
+SFT_BETA2 = 0.95  # of AdamW; with its own 0.999 some seeds stay for long on the loss of the first steps
 SFT_WEIGHT_DECAY = 0.05  # share of the weights that an epoch takes away at the full learning rate
-SFT_PATIENCE = 3  # epochs without a better NDCG@10 on validation before SFT ends; 0: all are run
+SFT_PATIENCE = 4  # epochs without a better NDCG@10 on validation before SFT ends; 0: all are run
 
 # Rollout
-CANDIDATES = "beam"  # beam | sample
 BATCH_SIZE = 32  # histories per step
 MICRO_BATCH_ROWS = 32  # histories read at a time, with their candidates: memory, not results
-GROUP_SIZE = 16  # candidates per history, each other's baseline
+GROUP_SIZE = 10  # candidates per history, each other's baseline
 TEMPERATURE = 1.0  # > 0; of the distribution that is sampled and trained
 EVAL_BEAMS = 50
 
@@ -137,21 +130,18 @@ EVAL_BEAMS = 50
 LEARNING_RATE = 5e-4
 MAX_GRAD_NORM = 1.0  # of SFT too
 WEIGHT_DECAY = 0.0  # of GRPO
-LOSS_TYPE = "dapo"  # dapo | gspo: rho = exp(mean_t log rho_t), of the whole item (2507.18071)
 GROUP_EPOCHS = 1  # passes over each step's candidates
 MINI_BATCHES = 1  # optimizer steps per pass
 SCALE_REWARDS = "none"  # group | batch | none: whose standard deviation advantages are divided by
-CLIP_RANGE = 0.2  # gspo wants about 3e-4
+CLIP_RANGE = 0.2
 CLIP_RANGE_HIGH: float | None = None  # None: CLIP_RANGE. DAPO takes 0.28
 ENTROPY_COEF = 0.0
-KL_COEF = 2.0  # weight of the KL in the loss
+KL_COEF = 0.5  # weight of the KL in the loss
 KL_ESTIMATOR = "k2"  # k2 | k3, each with its own gradient
-REFERENCE_SYNC_STEPS = 0  # steps between moves of the reference towards the actor (2404.09656); 0: never
-REFERENCE_SYNC_ALPHA = 0.6  # reference = ALPHA * actor + (1 - ALPHA) * reference
 
 # Schedule and files
-MAX_STEPS = 150  # of GRPO; 0: SFT alone
-SAVE_EVERY_N_STEPS = 100  # 0: only at the end
+MAX_STEPS = 100  # of GRPO; 0: SFT alone
+SAVE_EVERY_N_STEPS = 500  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 50  # steps of GRPO; 0: only before the first and after the last. SFT: every epoch
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before GRPO ends; 0: all steps are run
@@ -186,10 +176,7 @@ def group_advantages(scores):
 
 def policy_loss(logprobs, old_logprobs, advantages):
     """Returns the clipped loss of each code and its ratio, both (rows, G, depth); advantages (rows, G, 1)."""
-    log_ratio = logprobs - old_logprobs
-    if LOSS_TYPE == "gspo":
-        log_ratio = log_ratio.mean(-1, keepdim=True).expand_as(logprobs)
-    ratio = log_ratio.exp()
+    ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - CLIP_RANGE, 1 + (CLIP_RANGE_HIGH or CLIP_RANGE))
     return -torch.min(ratio * advantages, clipped * advantages), ratio
 
@@ -198,13 +185,6 @@ def kl_loss(logprobs, ref_logprobs):
     """Returns kl_t of each token, (rows, R). Log ratios beyond 20 are cut: exp() would overflow."""
     k1 = (logprobs - ref_logprobs).clamp(-20, 20)
     return 0.5 * k1**2 if KL_ESTIMATOR == "k2" else (-k1).exp() - 1 + k1
-
-
-def ranking_reward(hits):
-    """Returns the reward of each item of groups, best first, from hits (1: the target), both (rows, G): 1 for
-    the target; in a group that has it, a miss at rank i gets -d_i / sum_j d_j (MiniOneRec, rl.py)."""
-    discounts = 1 / torch.log2(torch.arange(hits.shape[1]) + 2.0)
-    return hits.amax(1, keepdim=True) * torch.where(hits > 0, 1.0, -discounts / discounts.sum())
 
 
 def history_values(values, histories):
@@ -267,6 +247,8 @@ class RecTrainer:
         self.load_data()
         self.run.facts["data"] = digest(self.sft_rows)
         self.reward_functions = find_functions(REWARD_FUNCTIONS)  # [(name, function, weight)]
+        for taken in {"value", "rule"} & set(column(self.reward_functions, 0)):
+            raise UserError(f"REWARD_FUNCTIONS: rename {taken}(): a part of the reward has this name")
         self.baselines = {}  # their metrics on validation, for the pictures
         self.seconds = Counter()  # of the current step, by activity
 
@@ -292,16 +274,12 @@ class RecTrainer:
 
         if checkpoint is None:
             actor = deepcopy(self.reference).requires_grad_(True)
-        elif (checkpoint / "policy/adapter_config.json").exists():
-            actor = add_adapter(deepcopy(self.reference), checkpoint / "policy")
         else:
             actor = load_model(causal, checkpoint / "policy").requires_grad_(True)
         self.set_actor(actor)
 
     def set_actor(self, model):
         """Makes a model the one that is trained, with a new optimizer."""
-        if GRADIENT_CHECKPOINTING:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
         self.actor = model.to(self.device)
         self.models = {"policy": self.actor, "reference": self.reference}  # what a checkpoint holds
         self.optimizers = {"policy": make_optimizer(self.actor, LEARNING_RATE)}
@@ -327,6 +305,9 @@ class RecTrainer:
         history_rows, title_rows = self.title_rows()
         self.rl_rows = self.rl_rows + history_rows
         self.sft_rows = code_rows + history_rows + title_rows
+        rows = self.sft_rows + self.rl_rows + self.valid_rows + self.test_rows
+        lengths = [len(row["ids"]) + len(row["items"]) * self.trie.depth for row in rows]
+        check_limits(self.actor, chain(*column(rows, "ids")), max(lengths))
         self.steps_per_epoch = math.ceil(len(self.sft_rows) / SFT_BATCH_SIZE)
         self.sft_steps = SFT_EPOCHS * self.steps_per_epoch
         if VALUE_WEIGHT:
@@ -343,6 +324,10 @@ class RecTrainer:
         each asked for by its title."""
         draw = random.Random(SEED)
         titles = self.catalogue.titles
+        missing = [item for item, title in zip(self.catalogue.items, titles) if not title.strip()]
+        if missing and TITLE_ROWS + TITLE_HISTORY_ROWS:
+            fault = f"{len(missing)} items have no title, such as {missing[0]!r}"
+            raise UserError(f"ITEM_FILE = {ITEM_FILE!r}: {fault}; TITLE_ROWS, TITLE_HISTORY_ROWS need all")
         history_rows = draw.sample(self.rl_rows, round(TITLE_HISTORY_ROWS * len(self.rl_rows)))
         for number, row in enumerate(history_rows):
             text = "\n".join(titles[item] for item in row["history"])
@@ -397,13 +382,12 @@ class RecTrainer:
             self.begin_grpo()
 
     def begin_grpo(self):
-        """The best policy of SFT, which the reference keeps, becomes the actor, or what an adapter adapts."""
+        """The best policy of SFT, which the reference keeps, becomes the actor."""
         state = self.state
         state.stage, state.first_step = "GRPO", state.step
         state.evaluations_without_gain = 0
-        self.seed_step()  # for the adapter's first weights
         actor = load_model(transformers.AutoModelForCausalLM, self.run.folder / "sft/policy")
-        self.set_actor(add_adapter(actor) if LORA_RANK else actor.requires_grad_(True))
+        self.set_actor(actor.requires_grad_(True))
         self.log_evaluation(self.evaluate())
 
     def reinforce(self):
@@ -416,7 +400,6 @@ class RecTrainer:
             batch = self.rollout(self.next_rows(self.rl_rows, BATCH_SIZE))
             batch.advantages = group_advantages(batch.scores)
             metrics = self.update(batch)
-            self.sync_reference()
             self.record(batch, metrics)
             steps_done = state.step - state.first_step
             if state.step == last_step or (EVAL_EVERY_N_STEPS and steps_done % EVAL_EVERY_N_STEPS == 0):
@@ -454,6 +437,7 @@ class RecTrainer:
         started = time.perf_counter()
         group = self.optimizers["policy"].param_groups[0]
         group["lr"] = sft_learning_rate(self.state.step, self.sft_steps)
+        group["betas"] = 0.9, SFT_BETA2
         # AdamW takes learning rate * weight decay away per step, and a long log has more steps per epoch
         group["weight_decay"] = SFT_WEIGHT_DECAY / (SFT_LEARNING_RATE * self.steps_per_epoch)
         num_codes = self.trie.depth * sum(map(sum, column(rows, "learn")))
@@ -481,7 +465,7 @@ class RecTrainer:
         codes; scores (rows, G), parts {name: (rows, G)}. reinforce() adds advantages (rows, G)."""
         started = time.perf_counter()
         batch = SimpleNamespace(rows=rows)
-        batch.items, batch.logprobs = self.search_rows(self.actor, rows, GROUP_SIZE, CANDIDATES == "sample")
+        batch.items, batch.logprobs = self.search_rows(self.actor, rows, GROUP_SIZE, is_sampled=True)
         searched = time.perf_counter()
         batch.scores, batch.parts = self.compute_rewards(rows, batch.items)
         batch.ref_logprobs = batch.logprobs
@@ -498,7 +482,7 @@ class RecTrainer:
         which are logged as reward/<name>. Edit or override freely."""
         items = items.cpu()
         hits = (items == torch.tensor(column(rows, "target")).unsqueeze(1)).float()
-        parts = [("rule", RULE_WEIGHT, hits), ("ranking", RANKING_WEIGHT, ranking_reward(hits))]
+        parts = [("rule", RULE_WEIGHT, hits)]
         if VALUE_WEIGHT:
             values = history_values(self.values, column(rows, "history")).gather(1, items)
             parts.append(("value", VALUE_WEIGHT, values))
@@ -521,7 +505,7 @@ class RecTrainer:
         for _ in range(GROUP_EPOCHS):
             order = torch.randperm(len(batch.rows), generator=self.generator)
             for rows in order.tensor_split(min(MINI_BATCHES, len(order))):
-                steps.append(self.optimizer_step(batch, rows, is_first=not steps))
+                steps.append(self.optimizer_step(batch, rows))
         self.seconds.update(update=time.perf_counter() - started)
         # The first optimizer step trains the policy that searched: all ratios are 1 but for rounding
         mismatch = steps[0]["rollout_mismatch"]
@@ -530,7 +514,7 @@ class RecTrainer:
         metrics = {name: np.mean(column(steps, name)).item() for name in steps[0]}
         return {**metrics, "rollout_mismatch": mismatch, "learning_rate": LEARNING_RATE}
 
-    def optimizer_step(self, batch, rows, is_first):
+    def optimizer_step(self, batch, rows):
         """One optimizer step on the histories `rows` (numbers). The loss is the mean over all their codes."""
         num_codes = batch.logprobs[rows].numel()
         sums = Counter()
@@ -538,9 +522,7 @@ class RecTrainer:
             logprobs, entropy = self.candidate_logprobs(self.actor, batch, micro)
             advantages = batch.advantages[micro].unsqueeze(2)
             sampled_logprobs = batch.logprobs[micro]
-            is_on_policy = is_first and LOSS_TYPE == "gspo"  # rounding in bfloat16 exceeds its clip range
-            old_logprobs = logprobs.detach() if is_on_policy else sampled_logprobs
-            policy_losses, ratio = policy_loss(logprobs, old_logprobs, advantages)
+            policy_losses, ratio = policy_loss(logprobs, sampled_logprobs, advantages)
             kl = kl_loss(logprobs, batch.ref_logprobs[micro])
             losses = policy_losses + KL_COEF * kl - ENTROPY_COEF * entropy  # add a term here
             (losses.sum() / num_codes).backward()
@@ -557,21 +539,16 @@ class RecTrainer:
                 sums[name] += x.sum().detach() / num_codes
         return clip_and_step(self.optimizers, sums, self.run)
 
-    @torch.no_grad()
-    def sync_reference(self):
-        """Moves the reference towards the actor every REFERENCE_SYNC_STEPS steps."""
-        if REFERENCE_SYNC_STEPS and self.state.step % REFERENCE_SYNC_STEPS == 0:
-            for moved, parameter in zip(self.reference.parameters(), self.actor.parameters()):
-                moved.lerp_(parameter, REFERENCE_SYNC_ALPHA)
-
     # ------------------------------------------------------------ what the models say
 
     def logprobs_and_entropy(self, model, rows, items):
         """Returns the log-probabilities of the codes of items (rows, T), which follow the rows' prompts, and
         the entropy before each code, two (rows, T, depth)."""
         ids = self.trie.codes[items].flatten(1)  # (rows, R)
-        batch = SimpleNamespace(rows=rows, ids=ids, lengths=torch.full((len(rows),), ids.shape[1]))
-        logits = response_logits(model, batch, torch.arange(len(rows)))  # (rows, R, vocabulary)
+        prefix = Prefix(model, column(rows, "ids"))
+        logits = prefix.logits
+        if ids.shape[1] > 1:  # the last code is only predicted
+            logits = torch.cat([logits, prefix.read(ids[:, :-1])], 1)  # (rows, R, vocabulary)
         return item_logprobs(self.trie, logits.unflatten(1, (-1, self.trie.depth)), items)
 
     def candidate_logprobs(self, model, batch, rows):
@@ -587,22 +564,32 @@ class RecTrainer:
         """Returns `width` items for each row, likelier ones first, (rows, width), and the log-probabilities
         of their codes, (rows, width, depth)."""
         width = min(width, len(self.catalogue.items))
+        uniform = torch.rand(len(rows), width, self.trie.depth) if is_sampled else None
         found = []
         for first in tqdm(range(0, len(rows), MICRO_BATCH_ROWS), leave=False, file=sys.stdout, disable=None):
-            prompts = column(rows[first : first + MICRO_BATCH_ROWS], "ids")
+            micro = slice(first, first + MICRO_BATCH_ROWS)
+            numbers = uniform[micro].to(self.device) if is_sampled else None
             with autocast(self.device):  # around all codes, so that the weights are cast once
-                found.append(search(model, self.trie, prompts, width, is_sampled))
+                found.append(search(model, self.trie, column(rows[micro], "ids"), width, numbers))
         items, logprobs = map(torch.cat, zip(*found))
         order = logprobs.sum(2).argsort(dim=1, descending=True, stable=True)
         return items.gather(1, order), logprobs.gather(1, order.unsqueeze(2).expand_as(logprobs))
 
-    def recommend(self, history, k=10):
+    def recommend(self, history, k=10, is_new=False):
         """Returns the actor's k likeliest items after a history (names, the oldest first), best first: tuples
-        of item, title and probability."""
-        items = [self.catalogue.number[str(name)] for name in history][-MAX_HISTORY:]
-        numbers, logprobs = self.search_rows(self.actor, [{"ids": self.prompt(items)}], max(k, EVAL_BEAMS))
-        titles = [self.catalogue.titles[number] for number in numbers[0]]
-        return [*zip(self.catalogue.names(numbers[0]), titles, logprobs[0].sum(1).exp().tolist())][:k]
+        of item, title and probability. is_new=True leaves out the items of the history."""
+        history = list(map(str, history))
+        unknown = [name for name in history if name not in self.catalogue.number]
+        if unknown or not history:
+            raise UserError(f"recommend() takes a history of one or more items of INDEX_FILE; not {unknown}")
+        items = [self.catalogue.number[name] for name in history]
+        rows = [{"ids": self.prompt(items[-MAX_HISTORY:])}]
+        (numbers,), (logprobs,) = self.search_rows(self.actor, rows, max(k, EVAL_BEAMS) + len(set(items)))
+        found = []
+        for number, probability in zip(numbers.tolist(), logprobs.sum(1).exp().tolist()):
+            if not (is_new and number in items):
+                found.append((self.catalogue.items[number], self.catalogue.titles[number], probability))
+        return found[:k]
 
     # ------------------------------------------------------------ evaluation, logs, checkpoints
 
@@ -704,9 +691,7 @@ class RecTrainer:
         (self.run.folder / "eval_test.json").write_text(json.dumps(table, indent=1))
 
     def save_policy(self, model, path):
-        """Writes a policy into OUTPUT_DIR. An adapter is merged into its weights: it loads without PEFT."""
-        if hasattr(model, "merge_and_unload"):
-            model = deepcopy(model).merge_and_unload()
+        """Writes a policy into OUTPUT_DIR."""
         with atomic_folder(self.run.folder / path) as folder:
             model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
@@ -781,15 +766,17 @@ def load_model(auto_class, path):
     return model.requires_grad_(False).eval()
 
 
-def add_adapter(model, saved=None):
-    """Returns a frozen model with LoRA's adapter to train: a new one, or that of the folder `saved`."""
-    import peft  # slow
-
-    options = {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": "all-linear"}
-    model = peft.get_peft_model(model, peft.LoraConfig(**options, task_type="CAUSAL_LM"))
-    if saved:
-        peft.set_peft_model_state_dict(model, peft.load_peft_weights(saved, "cpu"))
-    return model.eval()
+def check_limits(model, ids, length):
+    """Refuses token ids that the model has no embedding for, and texts longer than its positions: on a GPU
+    they would end the process."""
+    count = model.get_input_embeddings().num_embeddings
+    if max(ids, default=0) >= count:
+        raise UserError(f"{model.name_or_path} has {count} embeddings: too few for its tokenizer's ids")
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    limit = getattr(config, "max_position_embeddings", None) or math.inf
+    if length > limit * (rope.get("factor") or 1):
+        raise UserError(f"{model.name_or_path} has {limit} positions, the longest text has {length} tokens")
 
 
 def autocast(device):
@@ -868,30 +855,6 @@ def pad_left(rows, device):
     return pad_sequence(ids, **options).to(device), pad_sequence(mask, **options).to(device)
 
 
-def response_logits(model, batch, rows):
-    """Returns logits (rows, R, vocabulary) that predict each token of the responses with the numbers `rows`.
-    Gradient checkpointing knows no cache: with it each row is read with its prompt, in one sequence."""
-    width = int(batch.lengths[rows].max())
-    prompts = [batch.rows[i]["ids"] for i in rows]
-    ids = batch.ids[rows, :width].to(model.device)
-    if GRADIENT_CHECKPOINTING and torch.is_grad_enabled():
-        prompt_ids, mask = pad_left(prompts, model.device)
-        mask = torch.cat([mask, torch.ones_like(ids)], 1)
-        ids = torch.cat([prompt_ids, ids], 1)
-        # Layers recompute activations in training mode alone. There they use no cache: it is off in rollouts
-        layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-        for layer in layers:
-            layer.training = True  # the layer alone, not what it consists of: no dropout
-        logits = logits_of(model, ids, mask, width + 1)
-        for layer in layers:
-            layer.training = False
-        return logits[:, :-1]
-    prefix = Prefix(model, prompts)
-    if width == 1:
-        return prefix.logits
-    return torch.cat([prefix.logits, prefix.read(ids[:, :-1])], 1)  # the last token is only predicted
-
-
 # ================================================================ the trie of the catalogue, and decoding
 
 
@@ -936,13 +899,14 @@ def item_logprobs(trie, logits, items):
 
 
 @torch.no_grad()
-def search(model, trie, prompts, width, is_sampled):
+def search(model, trie, prompts, width, uniform=None):
     """Returns `width` items for each prompt (a list of ids): their numbers (prompts, width), and the
     log-probabilities of their codes, (prompts, width, depth). It goes down the trie level by level with
-    several prefixes per prompt: by beam search, or by samples with replacement. Example: of the items ax, ay
-    and bx, width 2, the root's options a and b are both kept. Each of them offers two options (b's second is
-    not allowed), totals = [[-0.5, -2.7, -1.1, -inf]] of ax, ay, bx and none. The best two are chosen = [[0,
-    2]], their parents chosen // 2 = [[0, 1]]: ax goes on from a, bx from b."""
+    several prefixes per prompt: by beam search, or by samples with replacement, which `uniform` numbers
+    (prompts, width, depth) decide. Example of beams: of the items ax, ay and bx, width 2, the root's options
+    a and b are both kept. Each of them offers two options (b's second is not allowed), totals = [[-0.5, -2.7,
+    -1.1, -inf]] of ax, ay, bx and none. The best two are chosen = [[0, 2]], their parents chosen // 2 = [[0,
+    1]]: ax goes on from a, bx from b."""
     count = len(prompts)
     prefix = Prefix(model, prompts)
     logits = prefix.logits
@@ -952,10 +916,11 @@ def search(model, trie, prompts, width, is_sampled):
     for level in range(trie.depth):
         children, options = trie.distribution(level, nodes, logits.view(*nodes.shape, -1))
         num_prefixes, num_options = options.shape[1:]  # options (prompts, prefixes, options)
-        if is_sampled:
+        if uniform is not None:
             parent = torch.arange(width, device=model.device).expand(count, -1) % num_prefixes
-            probabilities = options.exp()[prompt, parent].flatten(0, 1)  # (prompts * width, options)
-            chosen = parent * num_options + torch.multinomial(probabilities, 1).view(count, width)
+            shares = options.exp().cumsum(2)[prompt, parent]  # (prompts, width, options), rising to 1
+            drawn = uniform[:, :, level, None] * shares[:, :, -1:]
+            chosen = parent * num_options + (shares < drawn).sum(2)
         else:
             totals = (logprobs.sum(2, keepdim=True) + options).flatten(1)
             chosen = totals.topk(min(width, totals.shape[1])).indices  # (prompts, next prefixes)
@@ -1004,7 +969,14 @@ class Catalogue:
     """The items of INDEX_FILE by number: items (names), titles, codes (lists); vocabulary: all codes."""
 
     def __init__(self):
-        index = read_file("INDEX_FILE", lambda path: dict(json.loads(Path(path).read_text("utf-8"))))
+        index = read_file("INDEX_FILE", lambda path: json.loads(Path(path).read_text("utf-8-sig")))
+        takes = 'it takes {item: codes}, such as {"B0012": ["<a_7>", "<b_120>", "<c_3>"]}'
+        if not isinstance(index, dict) or not index:
+            raise UserError(f"INDEX_FILE = {INDEX_FILE!r}: {takes}")
+        for item, codes in index.items():
+            is_list = isinstance(codes, list) and len(codes) > 0
+            if not is_list or not all(isinstance(code, str) and code.strip() for code in codes):
+                raise UserError(f"INDEX_FILE = {INDEX_FILE!r}: item {item!r} has {codes!r:.80}: {takes}")
         self.items = list(index)
         self.number = {item: number for number, item in enumerate(index)}
         self.codes = list(map(list, index.values()))
@@ -1024,11 +996,12 @@ class Catalogue:
 
 
 def read_titles(path):
-    lines = csv.reader(Path(path).read_text("utf-8").splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE)
-    return {item: title for _, title, item in lines}
+    lines = Path(path).read_text("utf-8-sig").removesuffix("\n").split("\n")
+    return {item: title for _, title, item in (line.split("\t") for line in lines)}
 
 
 def read_csv(path):
+    csv.field_size_limit(2**31 - 1)  # a history may be longer than the default, 131,072
     with open(path, encoding="utf-8-sig", newline="") as file:
         return list(csv.DictReader(file, strict=True))  # strict: an open quote is an error
 
@@ -1094,16 +1067,25 @@ def transitions(sequences):
 # ================================================================ figures
 
 
+def baseline_data():
+    """Returns a digest of what other methods learn from and choose their settings by."""
+    return digest([MAX_HISTORY, *(Path(path).read_bytes() for path in (INDEX_FILE, TRAIN_FILE, VALID_FILE))])
+
+
 def baseline_lists(rows):
-    """Returns {baseline: best items (rows, 20 or more)} of BASELINES_FILE; {} if it lacks one of the rows."""
+    """Returns {baseline: best items (rows, 20 or more)} of BASELINES_FILE; {} if it is of other data."""
     if not Path(BASELINES_FILE).exists():
         return {}
     arrays = dict(read_file("BASELINES_FILE", np.load))
+    is_current = str(arrays.pop("data", "")) == baseline_data()
     place = {}  # of a history's lists
     for number, history in enumerate(arrays.pop("histories")):
         place[tuple(history[history >= 0])] = number  # -1 is padding
     places = [place.get(tuple(row["history"])) for row in rows]
-    if None in places:
+    width = min(array.shape[1] for array in arrays.values())
+    if not is_current or None in places or width < GROUP_SIZE:
+        fault = "is of other rows, codes, MAX_HISTORY or a smaller GROUP_SIZE, and is not shown"
+        print(f"BASELINES_FILE = {BASELINES_FILE!r} {fault}; data/rec_baselines.py writes it", flush=True)
         return {}
     return {name: torch.tensor(lists[places]).long() for name, lists in arrays.items()}
 
@@ -1412,20 +1394,20 @@ def check_constants():
         "MAX_HISTORY MAX_EVAL_ROWS SFT_BATCH_SIZE BATCH_SIZE MICRO_BATCH_ROWS GROUP_EPOCHS "
         "MINI_BATCHES KEEP_LAST_N_CHECKPOINTS PRINT_EVERY_N_STEPS"
     )
+    above_0 = min(TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM, SFT_LEARNING_RATE)
+    shares = VALUE_DECAY, SFT_WARMUP, TITLE_ROWS, TITLE_HISTORY_ROWS
     rules = {
         "DTYPE is float32 or bfloat16": DTYPE in ("float32", "bfloat16"),
-        "CANDIDATES is beam or sample": CANDIDATES in ("beam", "sample"),
-        "LOSS_TYPE is dapo or gspo": LOSS_TYPE in ("dapo", "gspo"),
         "SCALE_REWARDS is group, batch or none": SCALE_REWARDS in ("group", "batch", "none"),
         "KL_ESTIMATOR is k2 or k3": KL_ESTIMATOR in ("k2", "k3"),
-        "TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM are above 0": min(TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM) > 0,
+        "TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM, SFT_LEARNING_RATE are above 0": above_0 > 0,
+        "VALUE_DECAY, SFT_WARMUP, TITLE_ROWS, TITLE_HISTORY_ROWS are at most 1": max(shares) <= 1,
         "GROUP_SIZE is 2 or more, and at most EVAL_BEAMS": 2 <= GROUP_SIZE <= EVAL_BEAMS,
         "EVAL_BEAMS is 20 or more": EVAL_BEAMS >= 20,
-        "a reward has a weight": VALUE_WEIGHT or RULE_WEIGHT or RANKING_WEIGHT or REWARD_FUNCTIONS,
+        "a reward has a weight": VALUE_WEIGHT or RULE_WEIGHT or REWARD_FUNCTIONS,
         "VALUE_WEIGHT needs a VALUES_FILE": VALUES_FILE or not VALUE_WEIGHT,
         "TITLE_ROWS, TITLE_HISTORY_ROWS need an ITEM_FILE": ITEM_FILE or not TITLE_ROWS + TITLE_HISTORY_ROWS,
         "PROMPT_TEMPLATE contains {input}": "{input}" in PROMPT_TEMPLATE,
-        "REFERENCE_SYNC_STEPS needs LORA_RANK = 0": LORA_RANK == 0 or not REFERENCE_SYNC_STEPS,
     }
     for rule, is_kept in rules.items():
         if not is_kept:

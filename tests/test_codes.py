@@ -66,20 +66,39 @@ def test_one_csv_file_is_enough_from_any_folder(tmp_path):
     assert [line.split("\t") for line in lines] == wanted
 
 
+def test_what_is_left_out_is_counted(codes, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    taken = [("u", day) for day in range(4)] + [("v", 1), ("v", 2)]
+    rows = [(user, THINGS[day], day, THINGS[day]) for user, day in taken]
+    write_csv("log.csv", HEAD, [*rows, *rows])
+    codes.main(["mine", "SPLIT=last"])
+    said = capsys.readouterr().out
+    assert "6 of 12 lines repeat" in said and "1 of 2 users are asked for in the test" in said
+    assert len((tmp_path / "mine/test.csv").read_text().splitlines()) == 2
+
+
 BAD = {
     "another column": (("u", "i", 1, "t"), ["TIME=day"], "one column 'day'; it has ['user', 'item'"),
     "an empty cell": (("u", "", 1, "t"), [], "line 2: a cell is empty"),
     "a comma without quotes": (("u", "i", 1, "t", "x"), [], "line 2: a cell is empty, or a text with commas"),
     "a time": (("u", "i", "noon", "t"), [], "line 2: timestamp 'noon' cannot be read"),
     "one user": (("u", "i", 1, "t"), [], "give rows 0 for train"),
+    "seconds and milliseconds": (
+        [("u", "i", 1.7e9, "t"), ("v", "i", 1.7e12, "t")],
+        [],
+        "line 2 has timestamp 1700000000.0, line 3 has timestamp 1700000000000.0: times of different units",
+    ),
+    "seconds and dates": ([("u", "i", 1.7e9, "t"), ("u", "i", "2024-03-01", "t")], [], "of different units"),
+    "a time that is missing": ([("u", "i", 1.7e9, "t"), ("u", "i", 0, "t")], [], "of different units"),
+    "a count below 0": (("u", "i", 1, "t"), ["LONGEST=-1"], "counts are not negative"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line(codes, tmp_path, monkeypatch, name):
-    row, words, message = BAD[name]
+    rows, words, message = BAD[name]
     monkeypatch.chdir(tmp_path)
-    write_csv("log.csv", HEAD, [row])
+    write_csv("log.csv", HEAD, rows if isinstance(rows, list) else [rows])
     with pytest.raises(codes.UserError) as error:
         codes.main(["mine", *words])
     assert message in str(error.value) and "\n" not in str(error.value)

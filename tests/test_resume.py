@@ -34,8 +34,7 @@ RUNS = {
     "ppo/reward_model.py": {"lora and a new head": {"LORA_RANK": 4, "MAX_STEPS": 10}},
     "rce/dpo.py": {"": {"LEARNING_RATE": 1e-3, "MAX_STEPS": 10}},
     "grpo/grpo_rec.py": {
-        "beams, lora": {"MINI_BATCHES": 2, "GROUP_EPOCHS": 2, "LORA_RANK": 2},
-        "samples, a moving reference": {"CANDIDATES": "sample", "REFERENCE_SYNC_STEPS": 2},
+        "": {"MINI_BATCHES": 2, "GROUP_EPOCHS": 2},
     },
     "ppo/ppo_rag.py": {"": {"SAMPLE": 40, "TOP_KS": (1, 3), "FIXED_ACTION": None, "MAX_STEPS": 60}},
     "rce/rce_icl.py": {"": {"VALIDATION_QUESTIONS": 20, "TEST_QUESTIONS": 20, "MINE_QUESTIONS": 24}},
