@@ -824,7 +824,8 @@ def check_limits(model, ids, length):
     rope = getattr(config, "rope_parameters", None) or {}
     limit = getattr(config, "max_position_embeddings", None) or math.inf
     if length > limit * (rope.get("factor") or 1):
-        raise UserError(f"{model.name_or_path} has {limit} positions, the longest text has {length} tokens")
+        fault = "too few for the longest text with its response"
+        raise UserError(f"{model.name_or_path} has {limit} positions: {fault}, {length} tokens")
 
 
 def find_end_ids(model, tokenizer):
