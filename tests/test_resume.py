@@ -106,6 +106,7 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path, path, options):
         with suppress(ProcessLookupError):  # it has ended
             program.send_signal(9)
         program.wait()
+    assert list(killed.glob("step_*")), "it was killed before its first checkpoint"
     finish(path, killed, options)
     assert without_clock(whole / "logs/metrics.jsonl") == without_clock(killed / "logs/metrics.jsonl")
     written = ("best/*/*", "step_*/*/*.safetensors", "candidates*.*", "eval_test.json", "rce/*/*")
