@@ -37,7 +37,10 @@ RUNS = [
     ("ppo/ppo_rag.py", {"SAMPLE": 40, "TOP_KS": (1, 3), "FIXED_ACTION": None, "MAX_STEPS": 20}),
     ("rce/rce_icl.py", {"VALIDATION_QUESTIONS": 20, "TEST_QUESTIONS": 20, "MINE_QUESTIONS": 24}),
 ]
-MOMENTS = {"rce/rce_icl.py": (0.1, 0.4, 0.7)}  # while it mines, in RCE, in GRPO
+MOMENTS = {
+    "rce/rce_icl.py": (0.1, 0.4, 0.7),  # while it mines, in RCE, in GRPO
+    "ppo/ppo_rag.py": (0.75,),  # after its table of answers, which has most of the lines
+}
 # It takes along what it needs, such as candidates, into another folder
 MOVED = ("ppo/ppo.py", "rce/rce.py", "ppo/ppo_rag.py", "rce/rce_icl.py")
 OTHERS = {  # the constants of a run of seconds that conftest.py does not have
