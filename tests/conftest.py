@@ -45,7 +45,11 @@ SMALL = {  # a run of seconds; rce.py has the constants in its second part only
         **{"BATCH_SIZE": 4, "GRADIENT_ACCUMULATION_STEPS": 1, "EVAL_EVERY_N_STEPS": 2},
         **{"SAVE_EVERY_N_STEPS": 2, "RESUME": "no"},
     },
-    "samplers": {"GROUP_SIZE": 4, "MAX_NEW_TOKENS": 32, "MAX_EVAL_PROMPTS": 6, "EVAL_SAMPLES": 2},
+    "samplers": {
+        **{"GROUP_SIZE": 4, "MAX_NEW_TOKENS": 32, "MAX_EVAL_PROMPTS": 6, "EVAL_SAMPLES": 2},
+        "TRAIN_DATASETS": few("train.jsonl", 300, **SOLUTIONS),  # to read them all takes longer than a step
+        "EVAL_DATASETS": few("test.jsonl", 10, **SOLUTIONS),
+    },
     "ppo/ppo.py": {"MAX_STEPS": 2},
     "grpo/grpo.py": {"MAX_STEPS": 2},
     "rce/rce.py": {"MINE_PROMPTS": 12, "ROUNDS": 1, "NUM_EPOCHS": 1, "SAMPLE_TEMPERATURES": [1.0]},

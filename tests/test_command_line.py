@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from conftest import ROOT, SAMPLERS, TINY, TRAINERS, load, small, words_of
 from program import Program
 
@@ -119,12 +118,10 @@ def test_a_constant_that_would_be_silently_wrong_is_refused(path, constants):
 
 
 SYSTEMS = ("grpo/grpo_rec.py", "ppo/ppo_rag.py", "rce/rce_icl.py")
-NUMBERS = [(path, "KEEP_LAST_N_CHECKPOINTS", x) for path in (*TRAINERS, *SYSTEMS) for x in (0, -1)]
-NUMBERS += [
-    (path, name, -1) for path in TRAINERS for name in ("MAX_STEPS", "SAVE_EVERY_N_STEPS", "LORA_RANK")
-]
-NUMBERS += [(path, "MAX_STEPS", 0) for path in TRAINERS]
+NUMBERS = [(path, "KEEP_LAST_N_CHECKPOINTS", 0) for path in (*TRAINERS, *SYSTEMS)]
 NUMBERS += [(path, "LEARNING_RATE", x) for path in (*TRAINERS, *SYSTEMS) for x in (-1e-4, math.nan)]
+NUMBERS += [(path, "MAX_STEPS", 0) for path in TRAINERS] + [(path, "LORA_RANK", -1) for path in TRAINERS]
+NUMBERS += [(path, "SAVE_EVERY_N_STEPS", -1) for path in TRAINERS]
 NUMBERS += [("ppo/ppo.py", name, 0) for name in ("GROUP_SIZE", "GROUP_EPOCHS", "MINI_BATCHES", "KL_HORIZON")]
 NUMBERS += [("grpo/grpo.py", "SEED", 10**20), ("grpo/grpo.py", "KL_COEF", -0.1), ("rce/rce.py", "ROUNDS", 0)]
 NUMBERS += [(path, name, 0) for path in PATHS for name in ("EVAL_SAMPLES", "MAX_NEW_TOKENS", "NUM_EPOCHS")]
@@ -176,13 +173,6 @@ def test_a_fault_in_a_users_reward_function_keeps_its_traceback(tmp_path):
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr and "in mine" in done.stderr
 
 
-def test_a_mistake_in_the_program_keeps_its_traceback(make):
-    module = load("grpo/grpo.py")
-    module.make_optimizer = lambda model, rate: torch.optim.Adafactor(model.parameters(), fused=True)
-    with pytest.raises(TypeError, match="fused"):
-        module.GRPOTrainer()
-
-
 def test_without_rewards_a_copy_says_what_it_lacks(tmp_path):
     (tmp_path / "mine.py").write_text((ROOT / "grpo/grpo.py").read_text())
     done = subprocess.run([sys.executable, tmp_path / "mine.py"], capture_output=True, text=True)
@@ -197,7 +187,7 @@ def test_two_runs_do_not_write_into_one_folder(make, tmp_path):
 
 @pytest.mark.parametrize("path", TRAINERS)
 def test_help_prints_the_docstring_and_the_constants(path):
-    done = subprocess.run([sys.executable, ROOT / path, "-h"], capture_output=True, text=True)
+    done = Program(ROOT / path, "-h", cwd=ROOT).wait()
     assert done.returncode == 0 and "To change" in done.stdout and "SEED = 1" in done.stdout
     assert "def " not in done.stdout
 

@@ -130,18 +130,8 @@ BAD = {
     "an array of texts": ('["a", "b"]', "jsonl", "data:1"),
     "half an emoji": (GOOD + r'{"question": "a \ud83d", "answer": "1"}', "jsonl", "data:2"),
     "a prompt that is null": (GOOD + '{"question": null, "answer": "1"}', "jsonl", "data:2"),
-    "a record as answer": (
-        GOOD + '{"question": "a", "answer": {"x": "1"}}',
-        "jsonl",
-        "data:2.*no text, number",
-    ),
     "a list of records as answer": (GOOD + '{"question": "a", "answer": [{"x": 1}]}', "jsonl", "data:2"),
     "a number as prompt": ('{"question": 5, "answer": "1"}', "jsonl", "data:1.*text or a list of messages"),
-    "a record as prompt": (
-        '{"question": {"content": "a"}, "answer": "1"}',
-        "jsonl",
-        "data:1.*list of messages",
-    ),
     "texts as prompt": ('{"question": ["a", "b"], "answer": "1"}', "jsonl", "data:1.*list of messages"),
     "NaN as prompt": ('{"question": NaN, "answer": "1"}', "jsonl", "data:1.*not nan"),
     "a blank prompt": ("question,answer\na,1\n ,2\n", "csv", "data:2.*not ' '"),
@@ -266,11 +256,6 @@ def test_what_may_be_a_mistake_in_the_data_is_said(make, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "2 of 2 held-out prompts are also trained" in said
     assert re.search("tokens are unknown to the tokenizer of .*tiny/reward_model", said)
-
-
-def test_texts_longer_than_a_models_positions_are_refused_at_the_start(make, tmp_path):
-    with pytest.raises(ValueError, match="tiny/policy has 512 positions"):
-        make("grpo/grpo.py", MAX_NEW_TOKENS=510)
 
 
 def test_a_data_set_of_the_hub_is_read_by_datasets(grpo, tokenizer, monkeypatch):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import TINY, load
+from conftest import load
 
 T = torch.tensor
 LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo")
@@ -159,7 +159,7 @@ def first_gradients(trainer, batch):
     return recorded
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", LOSSES[:4])  # the ways to divide by tokens and rows
 def test_the_gradient_does_not_depend_on_the_micro_batches(make, kind):
     trainer = make("grpo/grpo.py", LOSS_TYPE=kind, GROUP_SIZE=4, KL_COEF=0.1, ENTROPY_COEF=0.01)
     trainer.state.step = 1
@@ -229,16 +229,6 @@ def test_a_reference_moves_towards_the_actor_and_is_saved(make, tmp_path):
     again = make("grpo/grpo.py", **options, RESUME="yes")
     for a, b in zip(again.reference.parameters(), trainer.reference.parameters()):
         assert torch.equal(a, b)
-
-
-def test_the_references_log_probabilities_are_those_of_its_own_model(make):
-    trainer = make("grpo/grpo.py", KL_COEF=0.1, REFERENCE_MODEL=str(TINY / "policy"))
-    batch = trainer.rollout(trainer.train_rows[:2])
-    assert torch.allclose(batch.ref_logprobs, batch.logprobs, atol=1e-4)
-    with torch.no_grad():
-        trainer.reference.lm_head.weight *= 0.5
-    batch = trainer.rollout(trainer.train_rows[:2])
-    assert (batch.ref_logprobs - batch.logprobs).abs().max() > 0.1
 
 
 def test_gspo_has_ratio_1_in_the_first_optimizer_step_even_in_bfloat16(make):

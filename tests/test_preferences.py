@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from conftest import CHATML, END, PAIRS, ROOT, START, TINY, bot, load, read, spec_of, user, write_rows
+from conftest import CHATML, END, PAIRS, ROOT, SMALL, START, TINY, bot, load, read, spec_of, user, write_rows
 from program import Program
 
 SFT, RM, DPO = "ppo/sft.py", "ppo/reward_model.py", "rce/dpo.py"
@@ -72,7 +72,7 @@ def assert_same_gradients(model, wanted):
         assert torch.allclose(one.grad, two.grad, atol=2e-5, rtol=1e-3), name
 
 
-@pytest.mark.parametrize("size", [1, 4, 6])
+@pytest.mark.parametrize("size", [1, 4])
 def test_a_step_of_a_reward_model_is_the_mean_over_its_pairs(make, size):
     options = {"BASE_MODEL": str(TINY / "reward_model"), "CENTER_COEF": 0.1, "MAX_GRAD_NORM": 1e9}
     trainer = make(RM, BATCH_SIZE=size, USE_LR_SCHEDULER=False, **options)
@@ -94,8 +94,7 @@ def test_a_step_of_a_reward_model_is_the_mean_over_its_pairs(make, size):
     assert_same_gradients(trainer.model, model)
 
 
-@pytest.mark.parametrize("size", [1, 4, 6])
-@pytest.mark.parametrize("loss_type", ["dpo", "ipo"])
+@pytest.mark.parametrize("loss_type, size", [("dpo", 1), ("dpo", 4), ("ipo", 4)])
 def test_a_step_of_dpo_by_plain_forward_passes(make, tmp_path, loss_type, size):
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_pretrained(TINY / "policy")
@@ -131,8 +130,8 @@ def test_a_step_of_dpo_by_plain_forward_passes(make, tmp_path, loss_type, size):
 
 @each_trainer
 def test_held_out_metrics_are_means_however_rows_are_cut(make, path):
-    metrics = [make(path, BATCH_SIZE=size).evaluate() for size in (1, 4, 6)]
-    assert all(metrics[0] == pytest.approx(other, abs=1e-4) for other in metrics[1:])
+    metrics = [make(path, BATCH_SIZE=size).evaluate() for size in (1, 4)]
+    assert metrics[0] == pytest.approx(metrics[1], abs=1e-4)
     trainer = make(path)
     step = trainer.update(trainer.eval_rows)
     assert {name: step[name] for name in metrics[0]} == pytest.approx(metrics[0], abs=1e-4)
@@ -271,7 +270,6 @@ def test_pairs_that_teach_nothing_are_left_out_and_counted(make, tmp_path, capsy
     assert f"left out 3 of {count} rows, whose answers are equal; the first is 1/pairs.jsonl:2" in shown
 
 
-@of_pairs
 @pytest.mark.parametrize(
     "record, message",
     [
@@ -285,10 +283,10 @@ def test_pairs_that_teach_nothing_are_left_out_and_counted(make, tmp_path, capsy
         ({"prompt": ONE, "chosen": [bot("2", thinking="1")], "rejected": IS_3}, "shows no thinking"),
     ],
 )
-def test_wrong_pairs_are_refused_in_one_line(make, chat_policy, tmp_path, path, record, message):
+def test_wrong_pairs_are_refused_in_one_line(make, chat_policy, tmp_path, record, message):
     data = spec_of(write_rows(tmp_path / "pairs.jsonl", record), **{name: name for name in record})
     with pytest.raises(ValueError, match=f"pairs.jsonl:1.*{message}") as error:
-        make(path, **{MODEL[path]: chat_policy(), "TRAIN_DATASETS": data})
+        make(DPO, ACTOR_MODEL=chat_policy(), TRAIN_DATASETS=data)
     assert "\n" not in str(error.value)
 
 
@@ -318,8 +316,7 @@ BASES = {
 }
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base, rank", zip(BASES, [2, 0, 0, 2]))
 def test_ppo_is_rewarded_by_what_was_trained(make, tmp_path, base, rank):
     """It is scored at the same tokens, alone or in a batch, and its training goes on from a checkpoint."""
     options = {"LORA_RANK": rank, "LEARNING_RATE": 1e-2, "WARMUP_STEPS": 0}
@@ -342,8 +339,7 @@ def test_ppo_is_rewarded_by_what_was_trained(make, tmp_path, base, rank):
     assert resumed.reward_model_score(prompts, answers).tolist() == pytest.approx(scores.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("pad", ["<eos>", None])
+@pytest.mark.parametrize("pad, rank", [("<eos>", 0), (None, 2)])
 def test_transformers_reads_the_score_at_the_same_token_padded_on_either_side(make, tmp_path, pad, rank):
     """All texts end in EOS, so it must not be the pad token. A run goes on with the same one."""
     base = encoder(tmp_path / "base", BASES["a decoder of absolute positions"])
@@ -374,51 +370,20 @@ def test_an_encoder_reads_no_chats(make, tmp_path):
         make(RM, BASE_MODEL=encoder(tmp_path / "base", BASES["an encoder"]), TRAIN_DATASETS=data)
 
 
-def test_a_new_head_follows_from_the_seed(make):
-    one, two, other = (make(RM, SEED=seed).model.score.weight for seed in (1, 1, 2))
-    assert torch.equal(one, two) and not torch.equal(one, other)
-
-
-def test_margins_come_from_their_column(make, tmp_path):
+def test_margins_are_finite_numbers_from_their_column(make, tmp_path):
     pair = {"prompt": "1+1=?", "chosen": "2", "rejected": "3"}
     rows = [{**pair, "margin": margin} for margin in (0, 1.5, "2")]
     data = spec_of(write_rows(tmp_path / "pairs.jsonl", *rows), **PAIRS, margin="margin")
     assert [row["margin"] for row in make(RM, TRAIN_DATASETS=data).train_rows] == [0.0, 1.5, 2.0]
+    for margin in (None, "", float("nan"), float("inf"), "much"):
+        write_rows(tmp_path / "pairs.jsonl", rows[0], {**pair, "margin": margin})
+        with pytest.raises(ValueError, match="pairs.jsonl:2.*a margin is a finite number"):
+            make(RM, TRAIN_DATASETS=data)
 
 
-@pytest.mark.parametrize("margin", [None, "", float("nan"), float("inf"), "much"])
-def test_a_margin_that_is_no_number_is_refused(make, tmp_path, margin):
-    rows = [{"prompt": "1+1=?", "chosen": "2", "rejected": "3", "margin": x} for x in (1, margin)]
-    data = spec_of(write_rows(tmp_path / "pairs.jsonl", *rows), **PAIRS, margin="margin")
-    with pytest.raises(ValueError, match="pairs.jsonl:2.*a margin is a finite number"):
-        make(RM, TRAIN_DATASETS=data)
-
-
-def test_gold_answers_are_texts_or_none(make, tmp_path):
-    rows = [
-        {"prompt": "1+1=?", "chosen": "2", "rejected": "3", "gold": x} for x in ("#### 2", 2, None, "", 2.0)
-    ]
-    data = spec_of(write_rows(tmp_path / "pairs.jsonl", *rows[:4]), **PAIRS, output="gold")
-    trainer = make(DPO, TRAIN_DATASETS=data)
-    assert [row["answer"] for row in trainer.train_rows] == ["#### 2", "2", None, None]
-    write_rows(tmp_path / "pairs.jsonl", *rows)
-    with pytest.raises(ValueError, match="pairs.jsonl:5.*an answer is a text"):
-        make(DPO, TRAIN_DATASETS=data)
-
-
-WRONG_KEYS = [
-    (SFT, "tool"),
-    (SFT, "messages"),
-    (RM, "margins"),
-    (RM, "output"),
-    (DPO, "answer"),
-    (DPO, "split"),
-]
-
-
-@pytest.mark.parametrize("path, key", WRONG_KEYS)
+@pytest.mark.parametrize("path, key", [(SFT, "messages"), (RM, "output"), (DPO, "split")])
 def test_a_key_of_a_data_set_that_nothing_reads_is_refused(make, path, key):
-    spec = make(path).module.TRAIN_DATASETS[0]
+    (spec,) = SMALL[path]["TRAIN_DATASETS"]
     with pytest.raises(ValueError, match="the keys are path, type, "):
         make(path, TRAIN_DATASETS=[{**spec, key: "prompt"}])
 

@@ -159,7 +159,7 @@ def test_the_reward_by_hand(fake):
 
 
 def test_the_figures_of_the_test_follow_from_the_table(rag, tmp_path):
-    module = rag(SAMPLE=60, draws=True)
+    module = rag(draws=True)
     trainer = module.RAGTrainer()
     trainer.train()
     figures = json.loads((tmp_path / "run/test.json").read_text())
@@ -191,8 +191,9 @@ def test_the_figures_of_the_test_follow_from_the_table(rag, tmp_path):
             assert figures[name][metric] == pytest.approx(wanted, abs=1e-5), (name, metric)
         gains = [table[q][chosen["policy"][q]]["reward"] - table[q][actions[q]]["reward"] for q in test]
         assert figures[name]["gain"] == pytest.approx(np.mean(gains), abs=1e-5)
-        assert figures[name]["interval"] == pytest.approx(1.96 * np.std(gains) / 4, abs=1e-5)
-        assert figures[name]["same"] == np.mean([chosen["policy"][q] == actions[q] for q in test])
+        assert figures[name]["interval"] == pytest.approx(1.96 * np.std(gains) / len(test) ** 0.5, abs=1e-5)
+        same = np.mean([chosen["policy"][q] == actions[q] for q in test])
+        assert figures[name]["same"] == pytest.approx(same, abs=1e-5)
     answer, action = trainer.answer(test[0])
     name = chosen["policy"][test[0]]
     assert action == trainer.actions[trainer.names.index(name)]
@@ -486,25 +487,16 @@ def test_hotpotqas_file_and_texts_become_a_folder(tmp_path):
 GOOD = {"corpus.csv": "title,text\na,b\n", "questions.csv": "question,answer\nq,a\n"}
 LONG = "question,answer\n" + "".join(f"{n}{' who' * 11 * n},a\n" for n in range(10))
 ERRORS = [
-    (
-        {"corpus.csv": "title,text\na,b,c\n"},
-        "DATA",
-        "corpus.csv: record 1: this is no object, or has too many fields",
-    ),
+    ({"corpus.csv": "title,text\na,b,c\n"}, "DATA", "corpus.csv: record 1: this is no object, or has too"),
     ({"questions.csv": "question,reply\nq,a\n"}, "DATA", "questions.csv: record 1: no answer in"),
     ({"questions.csv": "question,answer\nq,a\nq,nan\n"}, "DATA", "questions.csv: record 2: no answer in"),
-    (
-        {"questions.csv": "question,answer\nq,['a']\n"},
-        "DATA",
-        "questions.csv: record 1: a cell with [ is a JSON list",
-    ),
+    ({"questions.csv": "question,answer\nq,['a']\n"}, "DATA", "record 1: a cell with [ is a JSON list"),
     ({"corpus.csv": 'title,text\na,"b\n'}, "DATA", "corpus.csv: record 1: unexpected end of data"),
     ({"corpus.jsonl": "{}"}, "DATA", "needs one of corpus.jsonl, corpus.csv and corpus.parquet"),
     ({}, "DATA", "has 1 questions and 1 paragraphs: that is too few"),
     ({"questions.csv": LONG}, "MAX_PROMPT_TOKENS=99 DATA", "tokens, more than 99, the limit of"),
     ({}, "GENERATOR=/nowhere/model", "/nowhere/model"),
     ({}, "TOP_KS=(5,10)", "FIXED_ACTION is None or one of the actions"),
-    ({}, "TOP_KS=(0,4)", "TOP_KS are whole numbers above 0"),
     ({}, "TEMPERATURES=(-1.0,)", "TEMPERATURES are 0 or above"),
     ({}, "RERANKER=None", "RERANKS are 0 and, with a RERANKER, 1"),
     ({}, "DTYPE=float16", "DTYPE is float32 or bfloat16"),
@@ -512,8 +504,6 @@ ERRORS = [
 LINES = [
     ("[1, 2]\n[3]\n", "record 1: Extra data"),
     ("\n{}\n[1]\n", "record 1: no question in"),
-    ("3\n", "record 1: this is no object"),
-    ("{", "record 1: Expecting"),
     ('[{"question": "q", "answer": "a"}, ["q", "a"]]', "record 2: this is no object"),
     ('{"question": "q", "answer": {"text": ["a"]}}', "is no text or number"),
     ("", "has 0 questions"),
@@ -551,27 +541,6 @@ def test_an_earlier_run_is_moved_aside(rag, tmp_path):
     assert (tmp_path / "run/logs/samples.jsonl").read_bytes() == samples and notes.exists()
     with pytest.raises(ValueError, match="was trained with other actions"):
         rag(RESUME="yes", TOP_KS=(2, 3)).RAGTrainer()
-
-
-TRAINER = """
-import json, pathlib, sys
-words = dict(word.split("=", 1) for word in sys.argv[1:])
-path = pathlib.Path(words["OUTPUT_DIR"], "test.json")
-path.parent.mkdir(exist_ok=True)
-if words["RESUME"] == "no" or not path.exists():  # as a complete run is left alone
-    row = {"reward": int(words["SEED"]) + float(words["LEARNING_RATE"]), "gain": 0.0, "interval": 0.0}
-    path.write_text(json.dumps(dict.fromkeys(["best_fixed", "best_by_type", "tree"], row)))
-"""
-
-
-def test_the_bench_reports_new_runs_with_its_seeds(tmp_path, capsys):
-    bench = load("bench/rag.py")
-    bench.ROOT = tmp_path
-    (tmp_path / "ppo").mkdir()
-    (tmp_path / "ppo/ppo_rag.py").write_text(TRAINER)
-    for rate in (0.25, 0.5):
-        bench.main("SEED", "3", "8", "SEED=4", f"LEARNING_RATE={rate}", f"OUT={tmp_path}")
-        assert f"   {3 + rate:.3f}   {8 + rate:.3f}" in capsys.readouterr().out
 
 
 def test_a_kill_after_the_last_checkpoint_leaves_nothing_undone(fake, tmp_path):

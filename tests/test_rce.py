@@ -93,7 +93,7 @@ def test_gold_probability_counts_the_answer_alone(rce):
 # ---------------------------------------------------------------- mining
 
 
-@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("width", [1, 4])
 def test_beams_are_those_of_transformers(make, width):
     trainer = make("rce/rce.py", BEAMS=width, MAX_NEW_TOKENS=20)
     rows = trainer.train_rows[:6]
@@ -193,7 +193,7 @@ def test_a_reward_outside_its_range_is_refused(make):
 
 
 def test_prompts_that_are_held_back_are_never_trained_on(make):
-    trainer = make("rce/rce.py", VALIDATION_FRACTION=0.5, MINE_PROMPTS=20, ROUNDS=2)
+    trainer = make("rce/rce.py", VALIDATION_FRACTION=0.5, MINE_PROMPTS=20, ROUNDS=2, EVAL_DATASETS=[])
     trainer.train()
     module = trainer.module
     held = {group[0]["prompt"] for group in trainer.validation_groups}
@@ -226,28 +226,23 @@ def test_pick_accuracy_is_that_of_the_likeliest_candidate(make):
 
 
 def test_mining_and_training_apart_give_what_they_give_together(make, tmp_path):
-    whole = make("rce/rce.py", OUTPUT_DIR=str(tmp_path / "whole"))
-    whole.train()
-    make("rce/rce.py", STAGE="mine", OUTPUT_DIR=str(tmp_path / "apart")).train()
-    apart = make("rce/rce.py", STAGE="train", RESUME="yes", OUTPUT_DIR=str(tmp_path / "apart"))
-    apart.train()
-    given = tmp_path / "apart/candidates_round_1.parquet"
-    third = make("rce/rce.py", STAGE="train", CANDIDATES=str(given), OUTPUT_DIR=str(tmp_path / "third"))
-    third.train()
+    def run(folder, **constants):
+        trainer = make("rce/rce.py", EVAL_DATASETS=[], OUTPUT_DIR=str(tmp_path / folder), **constants)
+        trainer.train()
+        return trainer
+
+    whole = run("whole")
+    run("apart", STAGE="mine")
+    apart = run("apart", STAGE="train", RESUME="yes")
+    file = tmp_path / "apart/candidates_round_1.parquet"
+    third = run("third", STAGE="train", CANDIDATES=str(file))
     for trainer in (apart, third):
         for a, b in zip(whole.actor.parameters(), trainer.actor.parameters()):
             assert torch.equal(a, b)
-
-
-def test_candidates_of_other_prompts_are_refused(make, tmp_path):
-    trainer = make("rce/rce.py", STAGE="mine")
-    trainer.train()
-    file = tmp_path / "candidates.parquet"
-    table = pyarrow.parquet.read_table(tmp_path / "run/candidates_round_1.parquet")
+    table = pyarrow.parquet.read_table(file)
     pyarrow.parquet.write_table(table.set_column(1, "prompt", pyarrow.array(["another"] * len(table))), file)
-    other = make("rce/rce.py", CANDIDATES=str(file), OUTPUT_DIR=str(tmp_path / "other"))
     with pytest.raises(ValueError, match="does not fit TRAIN_DATASETS"):
-        other.train()
+        run("other", CANDIDATES=str(file))
 
 
 def test_the_check_up_and_the_weights_are_logged(make, tmp_path):
@@ -278,26 +273,16 @@ def test_scoring_that_differs_from_sampling_ends_the_run(make):
         trainer.train()
 
 
-def test_training_raises_the_probability_of_right_candidates(make):
-    trainer = make("rce/rce.py", MINE_PROMPTS=8, NUM_EPOCHS=2, VALIDATION_FRACTION=0.0, EVAL_DATASETS=[])
-    trainer.train()
-    before = make("rce/rce.py", OUTPUT_DIR=str(trainer.run.folder) + "_untrained")
-    batch = trainer.module.make_batch([c for group in trainer.train_groups for c in group if c["hard"] == 1])
-    new, old = (trainer.module.all_logprobs(t.actor, batch).sum().item() for t in (trainer, before))
-    assert new > old
-
-
-@pytest.mark.parametrize("change", [{}, {"INCLUDE_REFERENCE": True}, {"REWARD_FUNCTIONS": [("em", 1.0)]}])
+@pytest.mark.parametrize("change", [{}, {"INCLUDE_REFERENCE": True}])
 def test_parts_of_an_interrupted_mining_count_only_with_equal_constants(make, tmp_path, change):
-    trainer = make("rce/rce.py")
+    trainer = make("rce/rce.py", EVAL_DATASETS=[])
     trainer.run.open(trainer.state, False)
     trainer.mine_prompts = lambda rows, mine=trainer.mine_prompts: (
         setattr(trainer.run, "signal", 2) or mine(rows)
     )
     assert not trainer.mine(tmp_path / "run/candidates_round_1.parquet")
     trainer.run.close(trainer.state)
-    options = {"HARD_REWARD": "em", "SOFT_REWARD": "em"} if "REWARD_FUNCTIONS" in change else {}
-    again, mined = make("rce/rce.py", **change, **options), []
+    again, mined = make("rce/rce.py", EVAL_DATASETS=[], **change), []
     again.mine_prompts = lambda rows, mine=again.mine_prompts: mined.append(len(rows)) or mine(rows)
     again.run.move_old_files = lambda *arguments: None
     again.train()
@@ -310,14 +295,8 @@ def test_a_round_without_unequal_rewards_is_passed_over(make):
         return [float(len(response) % 2 and not is_second) for response in responses]
 
     rewards = [(first_and_third, 1.0), ("rouge_l", 0.0)]
-    trainer = make("rce/rce.py", ROUNDS=3, REWARD_FUNCTIONS=rewards, HARD_REWARD="first_and_third")
+    options = {"REWARD_FUNCTIONS": rewards, "HARD_REWARD": "first_and_third", "EVAL_DATASETS": []}
+    trainer = make("rce/rce.py", ROUNDS=3, BEAMS=0, **options)
     trainer.train()
     candidates = trainer.run.folder / "candidates_round_3.parquet"
     assert candidates.exists() and trainer.state.round == 4
-
-
-def test_a_round_that_becomes_shorter_at_a_restart_ends(make):
-    make("rce/rce.py", NUM_EPOCHS=3, MAX_STEPS=4, SAVE_EVERY_N_STEPS=1, MINE_PROMPTS=16).train()
-    again = make("rce/rce.py", NUM_EPOCHS=1, BATCH_SIZE=16, MINE_PROMPTS=16, RESUME="yes")
-    again.train()
-    assert again.state.step == 4 and again.round_end < 4 and again.state.round == 2

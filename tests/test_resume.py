@@ -1,7 +1,6 @@
 """A run that is killed at any moment and started again ends with the bytes of one that was not."""
 
 import random
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,31 +13,35 @@ from torch.utils._pytree import tree_leaves
 
 REC = {name: first_lines(f"rec/{name}.csv", 21) for name in ("train", "valid", "test")}
 MARKET = {"type": "csv", "input": "question", "output": "answer"}
-RUNS = {
-    "ppo/ppo.py": {
-        "plain, mini-batches, a KL target": {"MINI_BATCHES": 2, "KL_TARGET": 0.01, "MAX_STEPS": 4},
-        "lora and a schedule": {"LORA_RANK": 4, "USE_LR_SCHEDULER": True, "WARMUP_STEPS": 2, "MAX_STEPS": 4},
-    },
-    "grpo/grpo.py": {
-        "a moving reference, resampling, plateau": {
-            **{"KL_COEF": 0.1, "REFERENCE_SYNC_STEPS": 2, "RESAMPLE_ZERO_VARIANCE_GROUPS": 1, "MAX_STEPS": 6},
+RUNS = [
+    (
+        "ppo/ppo.py",
+        {
+            **{"LORA_RANK": 4, "MINI_BATCHES": 2, "KL_TARGET": 0.01, "USE_LR_SCHEDULER": True},
+            **{"WARMUP_STEPS": 2, "MAX_STEPS": 4},
+        },
+    ),
+    (
+        "grpo/grpo.py",
+        {
+            **{"KL_COEF": 0.1, "REFERENCE_SYNC_STEPS": 2, "RESAMPLE_ZERO_VARIANCE_GROUPS": 1, "MAX_STEPS": 5},
             **{"USE_LR_SCHEDULER": True, "LR_SCHEDULER_TYPE": "plateau"},
         },
-        "lora": {"LORA_RANK": 4, "KL_COEF": 0.1, "MAX_STEPS": 4},
-    },
-    "rce/rce.py": {
-        "two rounds": {"ROUNDS": 2, "NUM_EPOCHS": 2, "TAU_END": 0.5, "SAVE_EVERY_N_STEPS": 1},
-        "lora": {"LORA_RANK": 4, "ROUNDS": 2, "VERIFY_TOP": 2},
-    },
-    "ppo/sft.py": {"": {"MAX_STEPS": 12, "ACCURACY_FUNCTION": "last_number"}},
-    "ppo/reward_model.py": {"lora and a new head": {"LORA_RANK": 4, "MAX_STEPS": 10}},
-    "rce/dpo.py": {"": {"LEARNING_RATE": 1e-3, "MAX_STEPS": 10}},
-    "grpo/grpo_rec.py": {
-        "": {"MINI_BATCHES": 2, "GROUP_EPOCHS": 2},
-    },
-    "ppo/ppo_rag.py": {"": {"SAMPLE": 40, "TOP_KS": (1, 3), "FIXED_ACTION": None, "MAX_STEPS": 60}},
-    "rce/rce_icl.py": {"": {"VALIDATION_QUESTIONS": 20, "TEST_QUESTIONS": 20, "MINE_QUESTIONS": 24}},
+    ),
+    ("rce/rce.py", {"ROUNDS": 2, "NUM_EPOCHS": 2, "TAU_END": 0.5, "SAVE_EVERY_N_STEPS": 1, "VERIFY_TOP": 2}),
+    ("ppo/sft.py", {"MAX_STEPS": 5, "ACCURACY_FUNCTION": "last_number"}),
+    ("ppo/reward_model.py", {"LORA_RANK": 4, "MAX_STEPS": 5}),
+    ("rce/dpo.py", {"LEARNING_RATE": 1e-3, "MAX_STEPS": 5}),
+    ("grpo/grpo_rec.py", {"MINI_BATCHES": 2, "GROUP_EPOCHS": 2}),
+    ("ppo/ppo_rag.py", {"SAMPLE": 40, "TOP_KS": (1, 3), "FIXED_ACTION": None, "MAX_STEPS": 20}),
+    ("rce/rce_icl.py", {"VALIDATION_QUESTIONS": 20, "TEST_QUESTIONS": 20, "MINE_QUESTIONS": 24}),
+]
+MOMENTS = {
+    "rce/rce_icl.py": (0.1, 0.4, 0.7),  # while it mines, in RCE, in GRPO
+    "ppo/ppo_rag.py": (0.75,),  # after its table of answers, which has most of the lines
 }
+# It takes along what it needs, such as candidates, into another folder
+MOVED = ("ppo/ppo.py", "rce/rce.py", "ppo/ppo_rag.py", "rce/rce_icl.py")
 OTHERS = {  # the constants of a run of seconds that conftest.py does not have
     "grpo/grpo_rec.py": {
         **{"TRAIN_FILE": REC["train"], "VALID_FILE": REC["valid"], "TEST_FILE": REC["test"]},
@@ -53,7 +56,6 @@ OTHERS = {  # the constants of a run of seconds that conftest.py does not have
         **{"BATCH_SIZE": 16, "TEST_ORACLE": 4},
     },
 }
-CASES = [(path, name) for path in RUNS for name in RUNS[path]]
 
 
 def start(path, folder, options):
@@ -93,21 +95,20 @@ def assert_equal_files(one, two, *patterns):
             assert (one / name).read_bytes() == (two / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("path, name", CASES)
-def test_a_killed_run_ends_with_the_same_bytes(tmp_path, path, name):
-    options = RUNS[path][name]
+@pytest.mark.parametrize("path, options", RUNS)
+def test_a_killed_run_ends_with_the_same_bytes(tmp_path, path, options):
     whole, killed, other = (tmp_path / name for name in ("whole", "killed", "other"))
     finish(path, whole, options)
-    draw = random.Random(name)
-    kills = 4 if path == "rce/rce_icl.py" else 2  # while it mines, in RCE, in GRPO, in the test
-    for number in range(kills):
-        moment = (number + draw.random()) / kills * 0.9 * lines(whole)
+    draw = random.Random(path)
+    for share in MOMENTS.get(path, [0.5]):
+        moment = (share + 0.3 * draw.random()) * lines(whole)
         program = start(path, killed, options)
         while program.poll() is None and lines(killed) < moment:
             time.sleep(0.005)
         with suppress(ProcessLookupError):  # it has ended
             program.send_signal(9)
         program.wait()
+    assert list(killed.glob("step_*")), "it was killed before its first checkpoint"
     finish(path, killed, options)
     assert without_clock(whole / "logs/metrics.jsonl") == without_clock(killed / "logs/metrics.jsonl")
     written = ("best/*/*", "step_*/*/*.safetensors", "candidates*.*", "eval_test.json", "rce/*/*")
@@ -115,17 +116,10 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path, path, name):
     checkpoints = sorted(whole.glob("step_*"), key=lambda folder: int(folder.name[5:]))
     one, two = tensors(checkpoints[-1]), tensors(killed / checkpoints[-1].name)
     assert len(one) == len(two) > 0 and all(map(torch.equal, one, two))
-    if "lora" in name or not name:  # it takes along what it needs, such as candidates, into another folder
+    if path in MOVED:
         finish(path, other, {**options, "RESUME": checkpoints[0]})
         assert_equal_files(whole, other, f"{checkpoints[-1].name}/*/*.safetensors", "candidates*.*")
         assert all(map(torch.equal, one, tensors(other / checkpoints[-1].name)))
-
-
-def test_a_log_that_is_moved_away_while_lines_are_counted_has_none(tmp_path):
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs/metrics.jsonl").write_text("{}\n")
-    (tmp_path / "logs/samples.jsonl").symlink_to("nowhere")  # is listed, and not there when it is read
-    assert lines(tmp_path) == 1
 
 
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(make, tmp_path):
@@ -201,7 +195,7 @@ def test_a_copy_with_another_loss_trains_under_the_same_recipe(tmp_path):
     assert longer.returncode == 0 and "the file changed since step 2" in longer.stdout
 
 
-@pytest.mark.parametrize("path", TRAINERS)
+@pytest.mark.parametrize("path", ["grpo/grpo.py", "rce/rce.py", "ppo/reward_model.py"])
 def test_a_complete_run_does_not_end_as_if_other_constants_were_trained(make, tmp_path, capsys, path):
     make(path).train()
     make(path, RESUME="yes").train()
@@ -236,7 +230,6 @@ def test_other_rows_in_the_same_file_are_said(make, tmp_path, capsys):
 
 OPTIMIZERS = {
     "the first parameters are frozen": lambda parameters: torch.optim.AdamW(parameters[2:]),
-    "in another order": lambda parameters: torch.optim.AdamW(parameters[::-1]),
     "in two groups": lambda p: torch.optim.AdamW([{"params": p[:2]}, {"params": p[2:]}]),
     "another class": torch.optim.RAdam,
 }
@@ -272,15 +265,3 @@ def test_a_tensor_in_the_state_is_restored_where_an_optimizer_trains_it(make, tm
 def test_resume_yes_without_a_checkpoint_is_said(make, capsys):
     make("grpo/grpo.py", RESUME="yes")
     assert "RESUME=yes" in capsys.readouterr().out
-
-
-def test_a_second_train_in_a_thread_goes_on_and_holds_the_lock(make):
-    trainer, is_locked = make("grpo/grpo.py"), []
-    trainer.train()
-    trainer.total_steps = 3
-    update = trainer.update
-    trainer.update = lambda batch: is_locked.append(trainer.run.lock.is_locked) or update(batch)
-    thread = threading.Thread(target=trainer.train)
-    thread.start()
-    thread.join()
-    assert is_locked == [True] and trainer.state.step == 3

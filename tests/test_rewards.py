@@ -150,8 +150,8 @@ def test_no_formula_takes_long_in_any_thread():
 
 
 @pytest.mark.parametrize("text", LONG)
-def test_half_a_million_characters_are_read_in_linear_time(text):
-    many = text * (500_000 // len(text))
+def test_many_characters_are_read_in_linear_time(text):
+    many = text * (150_000 // len(text))
     for response in (f"#### {many}", rf"\boxed{{{many}", f"<answer>{many}</answer>"):
         begun = time.process_time()
         answer_format([""], [response], [None])
@@ -196,10 +196,10 @@ def test_a_format_of_the_users_is_a_pattern_with_one_group():
 
 
 @pytest.mark.parametrize("function", [exact_answer, last_number, tagged_answer, em, f1, rouge_l, strict_em])
-@pytest.mark.parametrize("answer", [None, [], [None], "", " ", float("nan"), "nan"])
-def test_a_missing_gold_answer_is_an_error_that_names_the_prompt(function, answer):
-    with pytest.raises(UserError, match=f"{function.__name__} .*second prompt"):
-        function(["first prompt", "second prompt"], ["r", "r"], ["7", answer])
+def test_a_missing_gold_answer_is_an_error_that_names_the_prompt(function):
+    for answer in (None, [], [None], "", " ", float("nan"), "nan"):
+        with pytest.raises(UserError, match=f"{function.__name__} .*second prompt"):
+            function(["first prompt", "second prompt"], ["r", "r"], ["7", answer])
 
 
 def test_em_and_f1_are_those_of_hotpotqa():

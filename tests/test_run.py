@@ -5,7 +5,6 @@ import math
 import signal
 import sys
 import time
-from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,13 @@ from program import Program
 
 PATHS = list(SAMPLERS)
 BEST = {**dict.fromkeys(TRAINERS, "policy"), "ppo/reward_model.py": "reward_model"}
-each_trainer = pytest.mark.parametrize("path", TRAINERS)
 
 
 def files(folder):
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
 
 
-@each_trainer
+@pytest.mark.parametrize("path", TRAINERS)
 def test_a_run_writes_what_is_promised_and_moves_an_earlier_runs_files_aside(make, tmp_path, path):
     run, weights = tmp_path / "run", f"{BEST[path]}/model.safetensors"
     yours = ("eval.jsonl", "logs/slurm-1.out", "best.txt", "best/notes.txt", "step_1/notes.txt")
@@ -54,7 +52,8 @@ def test_a_run_writes_what_is_promised_and_moves_an_earlier_runs_files_aside(mak
     assert len([r for r in samples if r["step"] == 1]) == (4 if path in PATHS else 2)
     assert "Done at step" in next((run / "logs").glob("training_*.log")).read_text()
     first = {name: (run / name).read_bytes() for name in ("logs/metrics.jsonl", f"best/{weights}")}
-    make(path, LEARNING_RATE=1e-5).train()
+    again = make(path, LEARNING_RATE=1e-5)
+    again.run.open(again.state, False)
     assert all((run / name).read_text() == "mine" for name in yours)
     (old,) = tmp_path.glob("run_old_*")
     assert {name: (old / name).read_bytes() for name in first} == first
@@ -77,7 +76,7 @@ def test_old_checkpoints_are_deleted_and_each_trainer_keeps_to_its_folder(make, 
     assert files(tmp_path / "run/step_1") == ["notes.txt"] and files(tmp_path / "elsewhere") == []
 
 
-@pytest.mark.parametrize("path", [path for path in TRAINERS if path != "rce/rce.py"])
+@pytest.mark.parametrize("path", ["ppo/ppo.py", "grpo/grpo.py", "ppo/sft.py"])
 def test_each_epoch_has_its_own_order_of_all_rows(make, path):
     trainer = make(path, MAX_STEPS=None, NUM_EPOCHS=2)
     trainer.train_rows = trainer.train_rows[:10]
@@ -96,13 +95,12 @@ def test_each_epoch_has_its_own_order_of_all_rows(make, path):
 # ---------------------------------------------------------------- evaluation
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_evaluate_counts_correct_responses_and_changes_no_random_numbers(make, own):
+def test_evaluate_counts_correct_responses_and_changes_no_random_numbers(make):
     trainer = make("grpo/grpo.py", EVAL_SAMPLES=3, MAX_EVAL_PROMPTS=5)
     before = torch.get_rng_state(), trainer.generator.get_state()
     rows = trainer.eval_rows
-    given = [[row[name] for row in rows] for name in ("prompt", "answer")] if own else []
-    metrics = trainer.evaluate(*given)
+    metrics = trainer.evaluate()
+    assert trainer.evaluate(*([row[name] for row in rows] for name in ("prompt", "answer"))) == metrics
     assert torch.equal(before[0], torch.get_rng_state())
     assert torch.equal(before[1], trainer.generator.get_state())
     uniform = torch.rand(5, 3, 32, generator=torch.Generator().manual_seed(2)).flatten(0, 1)
@@ -116,7 +114,7 @@ def test_evaluate_counts_correct_responses_and_changes_no_random_numbers(make, o
     assert metrics["accuracy_greedy"] == pytest.approx(sum(right) / 5)
 
 
-@each_trainer
+@pytest.mark.parametrize("path", ["grpo/grpo.py", "rce/rce.py", "ppo/reward_model.py"])
 def test_the_best_model_has_the_best_evaluation_and_patience_ends_a_run(make, path):
     scores = iter([0.2, 0.5, 0.4, 0.505, 0.3, 0.9])
     longer = {"NUM_EPOCHS": 9} if path == "rce/rce.py" else {"MAX_STEPS": 9}
@@ -133,7 +131,7 @@ def test_the_best_model_has_the_best_evaluation_and_patience_ends_a_run(make, pa
     assert path not in PATHS or trainer.state.halvings == 1
 
 
-@each_trainer
+@pytest.mark.parametrize("path", ["ppo/ppo.py", "rce/rce.py", "rce/dpo.py"])
 def test_the_best_model_of_a_lora_run_loads_without_peft(make, tmp_path, path):
     """Without held-out data it is the last one."""
     options = {"LORA_RANK": 4, "LEARNING_RATE": 1e-2, "WARMUP_STEPS": 0, "EVAL_DATASETS": []}
@@ -155,7 +153,10 @@ def test_the_best_model_of_a_lora_run_loads_without_peft(make, tmp_path, path):
 # ---------------------------------------------------------------- its end and its start
 
 
-@pytest.mark.parametrize("path, number", zip(TRAINERS, cycle([signal.SIGINT, signal.SIGTERM])))
+SIGNALS = {"ppo/ppo.py": signal.SIGINT, "rce/rce.py": signal.SIGTERM, "ppo/sft.py": signal.SIGTERM}
+
+
+@pytest.mark.parametrize("path, number", SIGNALS.items())
 def test_a_signal_ends_a_run_after_its_step_and_saves(tmp_path, path, number):
     words = small(path, OUTPUT_DIR=tmp_path / "run", SAVE_EVERY_N_STEPS=0, EVAL_EVERY_N_STEPS=0)
     words |= {"NUM_EPOCHS": 1000} if path == "rce/rce.py" else {"MAX_STEPS": 1000}
@@ -191,11 +192,11 @@ def test_an_optimizer_step_that_is_not_finite_is_skipped_and_said(make, tmp_path
     assert record["policy_loss"] is None
 
 
-@pytest.mark.parametrize("answer, step", [("y", 2), ("n", 0), (None, 2)])
-def test_at_a_terminal_a_run_asks_whether_to_continue(make, tmp_path, monkeypatch, answer, step):
+def test_at_a_terminal_a_run_asks_whether_to_continue(make, monkeypatch):
     """None: standard input is closed, and so no terminal."""
     make("grpo/grpo.py").train()
-    monkeypatch.setattr("builtins.input", lambda question: answer)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stdin", answer and sys.stdout)
-    assert make("grpo/grpo.py", RESUME="ask").state.step == step
+    for answer, step in (("y", 2), ("n", 0), (None, 2)):
+        monkeypatch.setattr("builtins.input", lambda question, answer=answer: answer)
+        monkeypatch.setattr(sys, "stdin", answer and sys.stdout)
+        assert make("grpo/grpo.py", RESUME="ask").state.step == step

@@ -55,19 +55,6 @@ def test_the_mask_holds_the_first_end_and_nothing_after_it(make, path):
     assert batch.logprobs.tolist() == (-batch.mask).tolist()
 
 
-def test_responses_and_log_probabilities_do_not_depend_on_the_batch(make):
-    trainer = make("grpo/grpo.py")
-    rows = sorted(trainer.train_rows[:40], key=lambda row: len(row["ids"]))[::8]
-    assert len({len(row["ids"]) for row in rows}) > 1
-    uniform = torch.rand(len(rows), 32, generator=torch.Generator().manual_seed(3))
-    together = trainer.respond(rows, uniform)
-    for i, row in enumerate(rows):
-        alone = trainer.respond([row], uniform[i : i + 1])
-        assert alone.response_ids[0] == together.response_ids[i]
-        assert torch.allclose(alone.logprobs[0], together.logprobs[i], atol=1e-4)
-        assert torch.allclose(alone.entropies[0], together.entropies[i], atol=1e-4)
-
-
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 0.03)])
 def test_long_responses_are_sampled_by_what_the_update_reads(make, dtype, tolerance):
     trainer = make("grpo/grpo.py", MAX_NEW_TOKENS=150, DTYPE=dtype)  # the cache gets room beyond 256
@@ -78,29 +65,17 @@ def test_long_responses_are_sampled_by_what_the_update_reads(make, dtype, tolera
     assert (trainer.module.all_logprobs(trainer.actor, batch) - batch.logprobs).abs().mean() < tolerance
 
 
-def test_a_reward_model_gives_the_same_score_under_any_padding(make):
-    trainer = make("ppo/ppo.py")
-    prompts = [row["prompt"] for row in trainer.eval_rows]
-    responses = ["#### 7", "1+1=2\n#### 2", "", "5", "3+4=7\n3+4=7\n#### 7", "#### 12"]
-    together = trainer.reward_model_score(prompts, responses)
-    alone = [trainer.reward_model_score([p], [r]).item() for p, r in zip(prompts, responses)]
-    assert together.tolist() == pytest.approx(alone, abs=1e-5) and len(set(alone)) > 1
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(TINY / "reward_model")
-    chat = [{"role": "user", "content": prompts[0]}, {"role": "assistant", "content": responses[0]}]
-    ids = trainer.reward_tokenizer.apply_chat_template(chat, return_dict=True, return_tensors="pt")
-    assert model(**ids).logits.item() == pytest.approx(alone[0], abs=1e-4)
-
-
-def test_an_encoder_with_one_label_can_be_the_reward_model(make, tmp_path):
+@pytest.mark.parametrize("labels", [1, 2])
+def test_an_encoder_with_one_label_can_be_the_reward_model(make, tmp_path, labels):
     encoder = str(tmp_path / "encoder")
     transformers.AutoTokenizer.from_pretrained(TINY / "policy").save_pretrained(encoder)
     size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    for labels in (2, 1):
-        config = transformers.BertConfig(vocab_size=82, num_labels=labels, pad_token_id=0, **size)
-        transformers.BertForSequenceClassification(config).save_pretrained(encoder)
-        if labels == 2:
-            with pytest.raises(ValueError, match="must have one label"):
-                make("grpo/grpo.py", REWARD_MODEL=encoder)
+    config = transformers.BertConfig(vocab_size=82, num_labels=labels, pad_token_id=0, **size)
+    transformers.BertForSequenceClassification(config).save_pretrained(encoder)
+    if labels == 2:
+        with pytest.raises(ValueError, match="must have one label"):
+            make("grpo/grpo.py", REWARD_MODEL=encoder)
+        return
     trainer = make("grpo/grpo.py", REWARD_MODEL=encoder, MICRO_BATCH_ROWS=1)
     assert trainer.reward_model_score([], []).shape == (0,)
     scores = trainer.reward_model_score(["What is 1 + 1?", "What is 2 + 3?"], ["2", "Two and three are 5."])
@@ -108,10 +83,9 @@ def test_an_encoder_with_one_label_can_be_the_reward_model(make, tmp_path):
     assert scores[0].item() == pytest.approx(alone.item(), abs=1e-5)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_the_end_token_is_trained(make, path):
+def test_the_end_token_is_trained(make):
     """The gradient at the end is not 0: with the mask one token short, a policy never learns to stop."""
-    trainer = make(path)
+    trainer = make("grpo/grpo.py")
     batch = trainer.rollout(trainer.train_rows[:4])
     row = int(batch.lengths.argmin())
     logprobs, _ = trainer.module.logprobs_and_entropy(trainer.actor, batch, torch.tensor([row]))
@@ -121,11 +95,13 @@ def test_the_end_token_is_trained(make, path):
     assert trainer.actor.lm_head.weight.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_gradient_checkpointing_gives_the_same_gradient(make, path):
+def test_gradient_checkpointing_gives_the_same_gradient_without_dropout(make, tmp_path):
+    policy = copied_policy(tmp_path / "policy")
+    config = tmp_path / "policy/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "attention_dropout": 0.5}))
     gradients = []
     for checkpointing in (False, True):
-        trainer = make(path, GRADIENT_CHECKPOINTING=checkpointing)
+        trainer = make("grpo/grpo.py", ACTOR_MODEL=policy, GRADIENT_CHECKPOINTING=checkpointing)
         trainer.seed_step()
         batch = trainer.rollout(trainer.train_rows[:2])
         logprobs, _ = trainer.module.logprobs_and_entropy(trainer.actor, batch, torch.arange(8))
@@ -133,15 +109,6 @@ def test_gradient_checkpointing_gives_the_same_gradient(make, path):
         gradients.append([p.grad for p in trainer.actor.parameters()])
         assert not any(module.training for module in trainer.actor.modules())
     assert all(torch.allclose(a, b, atol=1e-3, rtol=1e-3) for a, b in zip(*gradients))
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_dropout_is_off_in_the_update(make, tmp_path, path):
-    folder = copied_policy(tmp_path / "policy")
-    config = tmp_path / "policy/config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "attention_dropout": 0.5}))
-    trainer = make(path, ACTOR_MODEL=folder, GRADIENT_CHECKPOINTING=True, MAX_STEPS=2)
-    trainer.train()  # the guard would end the run
 
 
 def test_the_cache_is_bfloat16_where_the_model_computes_in_bfloat16(make):
@@ -163,13 +130,12 @@ def test_each_distinct_prompt_is_read_once_for_all_its_rows(make):
     assert sizes[0] == (3, max(len(row["ids"]) for row in rows)) and sizes[1] == (12, 1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_cache_that_is_fixed_gives_the_samples_of_one_that_grows(make, dtype):
+def test_a_cache_that_is_fixed_gives_the_samples_of_one_that_grows(make):
     """In blocks that are filled more than once, with rows that end; prompts of one and of several lengths."""
-    trainer = make("grpo/grpo.py", DTYPE=dtype, MAX_NEW_TOKENS=40)
-    uniform = torch.rand(24, 40, generator=torch.Generator().manual_seed(6))
-    for rows in (trainer.train_rows[:8], trainer.train_rows[:1]):
-        prompts = [row["ids"] for row in rows for _ in range(24 // len(rows))]
+    trainer = make("grpo/grpo.py", MAX_NEW_TOKENS=40)
+    uniform = torch.rand(12, 40, generator=torch.Generator().manual_seed(6))
+    for rows in (trainer.train_rows[:6], trainer.train_rows[:1]):
+        prompts = [row["ids"] for row in rows for _ in range(12 // len(rows))]
         results = []
         for attention, block in (("sdpa", 16), ("sdpa", 128), ("eager", 128)):  # eager: it grows
             trainer.module.DECODE_BLOCK = block
@@ -182,9 +148,8 @@ def test_a_cache_that_is_fixed_gives_the_samples_of_one_that_grows(make, dtype):
         mask = is_end.cumsum(1) - is_end == 0
         for other_ids, *values in more:
             same = ((ids == other_ids) | ~mask).all(1)
-            assert same.float().mean() > (0.99 if dtype == "float32" else 0.6)
-            for a, b in zip(others, values):
-                assert ((a - b) * mask)[same].abs().max() < (1e-4 if dtype == "float32" else 0.2)
+            assert same.all()
+            assert all(((a - b) * mask).abs().max() < 1e-4 for a, b in zip(others, values))
 
 
 class Casts(torch.utils._python_dispatch.TorchDispatchMode):
@@ -199,11 +164,11 @@ class Casts(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_no_weight_is_cast_again_at_each_token(make, rank):
-    trainer = make("grpo/grpo.py", DTYPE="bfloat16", LORA_RANK=rank, MAX_NEW_TOKENS=16)
+    trainer = make("grpo/grpo.py", DTYPE="bfloat16", LORA_RANK=rank, MAX_NEW_TOKENS=4)
     count = Casts()
     count.weights, count.sizes = {p.data_ptr() for p in trainer.actor.parameters()}, []
     with count:
-        trainer.respond(trainer.train_rows[:2], torch.rand(2, 16))
+        trainer.respond(trainer.train_rows[:2], torch.rand(2, 4))
     trained = [p for p in trainer.actor.parameters() if p.requires_grad and p.dim() == 2]
     assert 0 < len(count.sizes) <= len(trained)
 
@@ -222,13 +187,12 @@ def test_frozen_linear_layers_are_stored_as_autocast_would_cast_them(make):
     assert saved.dtype == torch.float32
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 10_000])
-def test_logits_are_held_for_a_chunk_of_tokens_and_computed_again(make, chunk):
+def test_logits_are_held_for_a_chunk_of_tokens_and_computed_again(make):
     trainer = make("grpo/grpo.py", ENTROPY_COEF=0.1)
     trainer.seed_step()
     batch = trainer.rollout(trainer.train_rows[:2])
     results = []
-    for size in (10_000, chunk):
+    for size in (10_000, 7):
         trainer.module.LOGIT_CHUNK = size
         kept, sizes = [], []
         hook = trainer.actor.lm_head.register_forward_hook(lambda m, i, x: sizes.append(x.shape[1]))
@@ -246,47 +210,38 @@ def test_logits_are_held_for_a_chunk_of_tokens_and_computed_again(make, chunk):
 # ---------------------------------------------------------------- where a response ends
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_the_token_by_which_the_template_ends_a_turn_ends_a_response(make, tmp_path, path):
-    """A base model with a chat template: its EOS is another token than the one that ends a turn."""
-    folder = copied_policy(tmp_path / "policy", {"eos_token_id": 0}, eos_token="<pad>")
+def test_the_token_by_which_the_template_ends_a_turn_ends_a_response(make, tmp_path):
+    """A base model with a chat template: its EOS is another token than the one that ends a turn. So do all
+    ends of the generation config."""
+    folder = copied_policy(tmp_path / "policy", {"eos_token_id": [3, 0]}, eos_token="<pad>")
     template = tmp_path / "policy/chat_template.jinja"
     template.write_text(template.read_text().replace("eos_token", "'<eos>'"))
-    trainer = make(path, ACTOR_MODEL=folder)
-    assert trainer.end_ids == [1, 0]  # the turn's end comes first
+    trainer = make("grpo/grpo.py", ACTOR_MODEL=folder)
+    assert trainer.end_ids == [1, 0, 3]  # the turn's end comes first
     batch = trainer.rollout(trainer.train_rows[:4])
     assert batch.truncated.float().mean() < 0.5
     trainer.run.open(trainer.state, False)
     trainer.save_best()
     saved = json.loads((trainer.run.folder / "best/policy/generation_config.json").read_text())
-    assert saved["eos_token_id"] == [1, 0]
+    assert saved["eos_token_id"] == [1, 0, 3]
 
 
-def test_all_ends_of_the_generation_config_end_a_response(make, tmp_path):
-    trainer = make("grpo/grpo.py", ACTOR_MODEL=copied_policy(tmp_path / "policy", {"eos_token_id": [3, 1]}))
-    assert trainer.end_ids == [1, 3]
-
-
-def test_a_model_without_an_end_is_refused(make, tmp_path):
-    folder = copied_policy(tmp_path / "policy", {"eos_token_id": None}, eos_token=None)
-    (tmp_path / "policy/chat_template.jinja").unlink()
-    with pytest.raises(ValueError, match="has no EOS token"):
-        make("grpo/grpo.py", ACTOR_MODEL=folder)
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_token_ids_without_an_embedding_are_refused(make, tmp_path, path):
+def test_token_ids_without_an_embedding_or_no_end_are_refused(make, tmp_path):
     """At the start for the end and the prompts, in the reward model before it reads."""
     folder = copied_policy(tmp_path / "policy", {"eos_token_id": 82})
     with pytest.raises(ValueError, match="policy has 82 embeddings"):
-        make(path, ACTOR_MODEL=folder)
+        make("grpo/grpo.py", ACTOR_MODEL=folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY / "reward_model")
     shutil.copytree(TINY / "reward_model", tmp_path / "reward_model")
     tokenizer.add_tokens(["Response"])
     tokenizer.save_pretrained(tmp_path / "reward_model")
-    trainer = make(path, REWARD_MODEL=str(tmp_path / "reward_model"))
+    trainer = make("grpo/grpo.py", REWARD_MODEL=str(tmp_path / "reward_model"))
     with pytest.raises(ValueError, match="reward_model has 82 embeddings"):
         trainer.reward_model_score(["x"], ["Response"])
+    folder = copied_policy(tmp_path / "endless", {"eos_token_id": None}, eos_token=None)
+    (tmp_path / "endless/chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="has no EOS token"):
+        make("grpo/grpo.py", ACTOR_MODEL=folder)
 
 
 def test_rewards_see_special_tokens_but_not_the_end(make, tmp_path):
