@@ -3,13 +3,13 @@
     python data/make_tiny.py OUT=/tmp/tiny
     python data/make_tiny.py SEED=3 OUT=/tmp/tiny
 
-The problems are chains of two to four sums with one- and two-digit numbers; the solutions
+The problems are chains of two to four additions, subtractions and multiplications; the solutions
 are written line by line and end in `#### answer`. The base policy learns to write solutions of which
 most follow a bad habit (stop a step early, guess, repeat a step), so it *can* solve the problems but
 mostly does not: reinforcement learning has something to find, and its climb is honest.
 The reward model starts from the policy's weights and learns to prefer a right solution to a wrong one.
 ppo/sft.py and ppo/reward_model.py train the two. The shipped models were made with the same data, steps and
-rates, by loops that stood here before those scripts existed.
+rates, by other code: running this gives other weights.
 
 Writes train.jsonl, test.jsonl, train.parquet, policy/ and reward_model/.
 """

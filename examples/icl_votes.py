@@ -4,7 +4,7 @@ Shows load_reader(). Any object will do that has answers(asked) and gold_probabi
 [(question, demonstrations)] of rows with text, answer, golds, image and vector. This one is exact, needs no
 download, and is blind to the order of the demonstrations.
 
-Data: 8,000 questions of 77 intents (Banking77, CC BY 4.0). Pools of 256 random rows, lists of 1 to 4.
+Data: 8,000 questions of 77 intents (Banking77, CC BY 4.0). Pools of 256 random rows, lists of 1 and 2.
 
 Change: VoteReader, or the constants below.
 

@@ -21,8 +21,8 @@ finds, are recommended and evaluated.
 Shapes: rows = histories; G = GROUP_SIZE; depth = codes of an item; R = codes of all items of a response.
 
     python grpo/grpo_rec.py                           # edit the constants below, or give KEY=VALUE or @FILE
-    python grpo/grpo_rec.py MAX_STEPS=0               # SFT alone; a second run without it continues with GRPO
-    python grpo/grpo_rec.py SFT_EPOCHS=0 ACTOR_MODEL=checkpoints/grpo_rec/sft/policy        # GRPO alone
+    python grpo/grpo_rec.py MAX_STEPS=0               # SFT alone, before the command above goes on with GRPO
+    python grpo/grpo_rec.py SFT_EPOCHS=0 ACTOR_MODEL=checkpoints/grpo_rec/sft/policy OUTPUT_DIR=checkpoints/rl
     python data/make_codes.py mine LOG=log.csv        # your own log: user, item, timestamp, title
     python grpo/grpo_rec.py @mine/words.txt
 

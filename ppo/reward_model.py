@@ -15,7 +15,7 @@ Shapes: rows = pairs, or answers of several pairs.
     python ppo/reward_model.py                          # edit the constants below, or give KEY=VALUE or @FILE
     python ppo/reward_model.py BASE_MODEL=checkpoints/sft/best/policy LEARNING_RATE=1e-5
     torchrun --nproc_per_node=4 ppo/reward_model.py     # the same update up to rounding
-    python ppo/ppo.py REWARD_MODEL=checkpoints/reward_model/best/reward_model    # go on with PPO
+    python ppo/ppo.py REWARD_MODEL=checkpoints/reward_model/best/reward_model OUTPUT_DIR=checkpoints/rm_ppo
 
 Writes logs/, checkpoints step_N/, best/reward_model/ and two pictures into OUTPUT_DIR. A run that was stopped
 or killed continues from its last checkpoint, and ends with the same bytes.

@@ -12,7 +12,7 @@ Shapes: tokens = trained tokens of the rows at hand, row after row; T = tokens o
     python ppo/sft.py                          # edit the constants below, or give KEY=VALUE or @FILE
     python ppo/sft.py ACTOR_MODEL=Qwen/Qwen2.5-0.5B LEARNING_RATE=1e-5 DTYPE=bfloat16
     torchrun --nproc_per_node=4 ppo/sft.py     # the same update up to rounding
-    python ppo/ppo.py ACTOR_MODEL=checkpoints/sft/best/policy    # go on with PPO
+    python ppo/ppo.py ACTOR_MODEL=checkpoints/sft/best/policy OUTPUT_DIR=checkpoints/sft_ppo    # then PPO
 
 Writes logs/, checkpoints step_N/, best/policy/ and two pictures into OUTPUT_DIR. A run that was stopped or
 killed continues from its last checkpoint, and ends with the same bytes.

@@ -31,7 +31,7 @@ of the longest response.
 
     python rce/rce.py                         # edit the constants below, or give KEY=VALUE or @FILE
     python rce/rce.py STAGE=mine, then python tools/check_up.py checkpoints/rce, then rce.py STAGE=train
-    python grpo/grpo.py ACTOR_MODEL=checkpoints/rce/best/policy    # go on with GRPO
+    python grpo/grpo.py ACTOR_MODEL=checkpoints/rce/best/policy OUTPUT_DIR=checkpoints/rce_grpo    # then GRPO
     torchrun --nproc_per_node=4 rce/rce.py    # candidates as one process, updates alike up to rounding
 
 Writes candidates_round_N.parquet, logs/, checkpoints step_N/, best/policy/ and two pictures into OUTPUT_DIR.
