@@ -10,7 +10,6 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
 
-from rewards import UserError
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {% for part in m.content %}{% if part.type == 'image' %}IMAGE"
@@ -104,9 +103,11 @@ def test_prompts_longer_than_the_readers_positions_are_refused_and_cut_answers_n
     rows = [*make_rows(), {**make_rows()[0], "id": "long", "text": "12 + 7 " * 200, "answer": "1 + 2 + 3"}]
     reader.check_lengths(rows[:4], rows[:4])
     assert capsys.readouterr().out == ""
-    with pytest.raises(UserError, match=r"has 512 positions, 2 demonstrations such as long .* lower SHOTS"):
+    with pytest.raises(
+        module.UserError, match=r"has 512 positions, 2 demonstrations such as long .* lower SHOTS"
+    ):
         reader.check_lengths(rows[:4], rows)
-    with pytest.raises(UserError, match="lower SHOTS"):
+    with pytest.raises(module.UserError, match="lower SHOTS"):
         reader.check_lengths(rows, rows[:4])
     assert "WARNING: '1 + 2 + 3' has" in capsys.readouterr().out
 
