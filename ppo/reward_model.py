@@ -587,8 +587,9 @@ def load_rows(specs, make_row):
 # differs: the columns of pairs, with margins
 def check_keys(spec):
     """Returns the columns that a data set names. Refuses keys that nothing reads."""
-    of_hub = {"name", "split"} if spec.get("type") == "hub" else set()
-    keys = spec.keys() - {"path", "type"} - of_hub
+    keys = spec.keys() - {"path", "type"}
+    if spec.get("type") == "hub":
+        keys -= {"name", "split"}
     needed = keys - {"prompt", "tools", "margin"}
     if not {"path", "type"} <= spec.keys() or needed != {"chosen", "rejected"}:
         known = "path, type, prompt, chosen, rejected, margin, tools"

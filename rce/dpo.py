@@ -701,8 +701,9 @@ def load_rows(specs, make_row):
 # differs: the columns of pairs, with gold answers
 def check_keys(spec):
     """Returns the columns that a data set names. Refuses keys that nothing reads."""
-    of_hub = {"name", "split"} if spec.get("type") == "hub" else set()
-    keys = spec.keys() - {"path", "type"} - of_hub
+    keys = spec.keys() - {"path", "type"}
+    if spec.get("type") == "hub":
+        keys -= {"name", "split"}
     needed = keys - {"prompt", "tools", "output"}
     if not {"path", "type"} <= spec.keys() or needed != {"chosen", "rejected"}:
         known = "path, type, prompt, chosen, rejected, output, tools"
@@ -912,9 +913,9 @@ def find_turn(tokenizer, messages, number, text, tools):
 
 
 def find_turns(tokenizer, messages, numbers, text, tools):
-    """Returns what find_turn() does for several turns, but in one pass: it writes the chat anew for each of
-    them, which took 100 passes for 100 answers. In a second writing of the chat marks enclose the words of
-    the other roles. The turns stand between; find_turn() says once for each role how one begins."""
+    """Returns what find_turn() does, for several turns, without writing the chat again for each of them. The
+    chat is written once more with marks around the words of the other roles: the turns stand between these.
+    find_turn() says once for each role how an answer to it begins."""
     mark, marked, places = "\ue000", list(messages), {}
     for number, message in enumerate(messages):
         words = message["content"].strip()

@@ -207,6 +207,23 @@ def test_logits_are_held_for_a_chunk_of_tokens_and_computed_again(make):
     assert all(torch.allclose(a, b, atol=1e-4, rtol=1e-4) for a, b in zip(*results))
 
 
+def test_all_layers_keep_one_mask_of_attention_for_the_backward_pass(make):
+    trainer = make("grpo/grpo.py")
+    trainer.seed_step()
+    batch = trainer.rollout(trainer.train_rows[:2])
+    width = max(len(row["ids"]) for row in batch.rows) + int(batch.lengths.max()) - 1
+    masks = []
+
+    def keep(x):
+        if x.shape[-1] == width and x.shape[-2] == batch.lengths.max() - 1:
+            masks.append(x.data_ptr())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        trainer.module.logprobs_and_entropy(trainer.actor, batch, torch.arange(len(batch.rows)))
+    assert len(masks) == 4 and len(set(masks)) == 1  # of 4 layers
+
+
 # ---------------------------------------------------------------- where a response ends
 
 
