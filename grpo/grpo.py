@@ -381,7 +381,6 @@ class GRPOTrainer:
         out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.state.evaluations_without_gain
         return self.run.signal or out_of_patience or self.state.step >= self.total_steps
 
-    # differs: dynamic sampling takes prompts out of their turn
     def next_prompts(self):
         """Returns the data's next prompts, fewer at the end of an epoch. Each epoch has its own order."""
         epoch, place = divmod(self.state.batches, self.steps_per_epoch)
@@ -1156,7 +1155,6 @@ def make_row(tokenizer, prompt, answer=None, row_id="the prompt", columns=None):
     return {"id": row_id, "prompt": prompt, "answer": golds or None, "columns": columns or {}, "ids": ids}
 
 
-# differs: a prompt is not trained, so its messages have no weights and no thoughts
 def read_message(message):
     """Returns a message of a chat, whose content is a text. Refuses what a chat template would misread."""
     if not isinstance(message, dict):

@@ -163,7 +163,6 @@ def constrained_logprobs(logits, codes, allowed):
     return scores.masked_fill(~allowed, -math.inf).log_softmax(-1)
 
 
-# differs: scores are (rows, G), and no variants of language models' losses
 def group_advantages(scores):
     """Returns the advantages of scores, both (rows, G). Equal scores in a group get exactly 0."""
     groups = scores - scores[:, :1]  # else float32 rounds the mean of equal scores such as 0.7
@@ -415,12 +414,10 @@ class RecTrainer:
         transformers.set_seed(seed)
         self.generator = torch.Generator().manual_seed(seed)
 
-    # differs: one process, and two stages
     def is_over(self, last_step, patience):
         out_of_patience = 0 < patience <= self.state.evaluations_without_gain
         return self.run.signal or out_of_patience or self.state.step >= last_step
 
-    # differs: two stages, which have rows of their own
     def next_rows(self, rows, count):
         """Begins a step and returns its rows, fewer at the end of an epoch. Each epoch has its own order."""
         state = self.state
@@ -457,7 +454,6 @@ class RecTrainer:
         self.seconds.update(update=time.perf_counter() - started)
         return {**metrics, "learning_rate": group["lr"]}
 
-    # differs: items, not texts
     @torch.no_grad()
     def rollout(self, rows):
         """Returns a batch of GROUP_SIZE candidates for each row, likelier ones first, with their scores:
@@ -476,7 +472,6 @@ class RecTrainer:
         self.seconds.update(rollout=searched - started, score=time.perf_counter() - searched)
         return batch
 
-    # differs: items, not texts
     def compute_rewards(self, rows, items):
         """Returns the scores of items (rows, G), likelier ones first, and their parts {name: (rows, G)},
         which are logged as reward/<name>. Edit or override freely."""
@@ -593,7 +588,6 @@ class RecTrainer:
 
     # ------------------------------------------------------------ evaluation, logs, checkpoints
 
-    # differs: items, not texts
     @torch.no_grad()
     def evaluate(self):
         """Returns metrics of the best items for each validation row, and reward_sampled, of samples."""
@@ -620,7 +614,6 @@ class RecTrainer:
         figures["coverage@10"] = torch.tensor([len(lists[:, :10].unique()) / len(self.catalogue.items)])
         return figures
 
-    # differs: two stages, each with a best policy of its own
     def log_evaluation(self, metrics):
         """Logs what evaluate() returned. The best policy so far is kept, in SFT by NDCG@10 in the reference,
         in GRPO by reward in best/."""
@@ -696,7 +689,6 @@ class RecTrainer:
             model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
 
-    # differs: one process; baselines are drawn
     def save(self):
         """Writes step_N/ if it is not there yet, removes old checkpoints and draws the plots."""
         folder = self.run.folder / f"step_{self.state.step}"
@@ -727,7 +719,6 @@ class RecTrainer:
             trained[key] = [type(optimizer).__name__, *groups]
         return trained
 
-    # differs: other codes are refused
     def load_state(self, folder):
         """Restores state and optimizers; load_models() took the weights from the same folder."""
         saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
@@ -749,7 +740,6 @@ class RecTrainer:
 # ================================================================ models
 
 
-# differs: all in float32, as the reference becomes the policy
 def load_model(auto_class, path):
     """Returns a frozen model in evaluation mode, in which it stays. Missing weights are an error."""
     options = {"output_loading_info": True, "dtype": torch.float32, "attn_implementation": ATTENTION}
@@ -789,7 +779,6 @@ def make_optimizer(model, learning_rate):
     return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-# differs: one process
 def clip_and_step(optimizers, sums, run):
     """Clips gradients and steps if all is finite. sums: metrics, 0-d tensors."""
     norms = {}
@@ -837,7 +826,6 @@ class Prefix:
         return logits_of(self.model, ids, self.mask, ids.shape[1], self.cache)
 
 
-# differs: no critic
 def logits_of(model, ids, mask, keep, cache=None):
     """Returns a policy's logits at the last `keep` positions, (rows, keep, vocabulary). mask also covers what
     the cache has."""
@@ -942,7 +930,6 @@ def column(rows, field):
     return [row[field] for row in rows]
 
 
-# differs: prompts are texts
 def encode(tokenizer, prompt):
     """Returns the ids of a prompt, in PROMPT_TEMPLATE and the chat template if there is one."""
     text = PROMPT_TEMPLATE.replace("{input}", prompt)
@@ -1119,7 +1106,6 @@ def figures_text(metrics):
 class Run:
     """The files of one run in OUTPUT_DIR, and the signals that end the run."""
 
-    # differs: one process
     def __init__(self, resume):
         self.folder = Path(OUTPUT_DIR).absolute()  # once: a reward function may change the working directory
         self.logs = {}
@@ -1142,7 +1128,6 @@ class Run:
         signal.signal(number, signal.SIG_DFL)
         print("\nStopping after this step, then saving; again stops at once", flush=True)
 
-    # differs: one process
     def open(self, state, is_complete):
         """Opens the logs and catches signals. A run that continues cuts the logs back to its checkpoint; if
         no step is left, it is complete."""
@@ -1192,7 +1177,6 @@ class Run:
         if is_complete and changes:
             raise UserError(f"complete at step {state.step}, but {'; '.join(changes)}: {hint}")
 
-    # differs: files of the test
     def move_old_files(self, state, target):
         """Moves what is later than the run's checkpoint, or all of an earlier run, to the folder `target`."""
         config = self.folder / "training_config.json"
@@ -1215,7 +1199,6 @@ class Run:
             shutil.move(path, moved)
             print(f"Moved {path} to {moved}", flush=True)
 
-    # differs: one process
     def close(self, state):
         self.log(f"{'Stopped' if self.signal else self.outcome} at step {state.step}")
         for number, handler in self.handlers.items():
@@ -1224,14 +1207,12 @@ class Run:
             self.wandb.finish()
         self.lock.release(force=True)
 
-    # differs: one process
     def log(self, text):
         """Prints a line, above any progress bar, and writes it to the log file."""
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
         print(text, file=self.text_log)
 
-    # differs: one process
     def write(self, name, **record):
         """Writes one line of JSON to a log. Numbers that are not finite become null: JSON has no NaN."""
         record = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in record.items()}
@@ -1247,7 +1228,6 @@ def list_checkpoints(folder):
     return [folders[str(number)] for number in sorted(int(name) for name in folders if name.isdecimal())]
 
 
-# differs: one process
 def choose_checkpoint(folder, resume):
     """Returns the checkpoint to resume from, or None. Asks at a terminal if resume is "ask"."""
     checkpoints = list_checkpoints(folder)
@@ -1294,7 +1274,6 @@ def atomic_folder(path):
 PANELS = "hr@10 ndcg@10 reward reward/value reward_sampled entropy sft_loss policy_grad_norm kl".split()
 
 
-# differs: levels of the baselines are drawn
 def draw_grid(folder, path, baselines, names=None):
     """Draws a panel per metric: each training step faint, their rolling mean, and the evaluations' points.
     baselines {name: metrics} are dashed lines."""

@@ -709,7 +709,6 @@ class PPOTrainer:
 # ================================================================ models
 
 
-# differs: a critic may begin without a value head
 def load_model(auto_class, path, is_trained=False, is_critic=False):
     """Returns a model in evaluation mode, in which it stays. Missing weights are an error, but the value head
     of a critic starts at 0 if it is missing or has another shape. Linear layers that are not trained, except
@@ -737,7 +736,6 @@ def load_model(auto_class, path, is_trained=False, is_critic=False):
     return model.requires_grad_(is_trained).eval()
 
 
-# differs: a critic may begin without a value head
 def load_trained(auto_class, path, saved):
     """Returns a model to train, from the folder `saved` of a checkpoint or else path, with LoRA's adapter."""
     is_critic = auto_class is transformers.AutoModelForSequenceClassification
@@ -1161,7 +1159,6 @@ def make_row(tokenizer, prompt, answer=None, row_id="the prompt", columns=None):
     return {"id": row_id, "prompt": prompt, "answer": golds or None, "columns": columns or {}, "ids": ids}
 
 
-# differs: a prompt is not trained, so its messages have no weights and no thoughts
 def read_message(message):
     """Returns a message of a chat, whose content is a text. Refuses what a chat template would misread."""
     if not isinstance(message, dict):

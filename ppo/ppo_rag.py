@@ -268,7 +268,6 @@ class RAGTrainer:
         if self.run.checkpoint:
             self.load_state(self.run.checkpoint)
 
-    # differs: of the whole table, before training
     def compute_rewards(self, table):
         """Returns the reward of each answer, and what else is logged of it, {name: (answers,)}. Edit or
         override freely. table: {column: list}, see answer_block(), with columns of the questions."""
@@ -323,7 +322,6 @@ class RAGTrainer:
         transformers.set_seed(seed)
         self.generator = torch.Generator().manual_seed(seed)
 
-    # differs: the reward of every action is in the table
     @torch.no_grad()
     def rollout(self):
         """Samples an action for each of N_STEPS training questions. Returns the batch of episodes."""
@@ -413,7 +411,6 @@ class RAGTrainer:
         """Returns the policy's likeliest action for each question, as probabilities (Q, A)."""
         return one_hot(policy(self.observations)[0].argmax(1), len(self.actions)).float()
 
-    # differs: of actions, without a random number
     def evaluate(self):
         return self.measure(self.splits["validation"], self.choose(self.policy))
 
@@ -460,7 +457,6 @@ class RAGTrainer:
         line += f"E:{{entropy:.2f}} EV:{{explained_variance:.2f}}  step {step}/{MAX_STEPS}"
         self.run.log(line.format(**metrics))
 
-    # differs: no patience; save() writes best/
     def log_evaluation(self, metrics):
         """Logs what evaluate() returned, and keeps the policy with the highest reward."""
         state = self.state
@@ -472,7 +468,6 @@ class RAGTrainer:
             state.best_score = metrics["reward"]
             self.best.load_state_dict(self.policy.state_dict())
 
-    # differs: one small network
     def save(self):
         """Writes step_N/ if it is not there yet and best/, removes old checkpoints and draws the plots."""
         folder = self.run.folder / f"step_{self.state.step}"
@@ -491,7 +486,6 @@ class RAGTrainer:
         draw_grid(self.run.folder, "training_metrics_detailed.png", self.rule_metrics)
         draw_grid(self.run.folder, "ppo_rag_metrics_with_entropy.png", self.rule_metrics, PANELS)
 
-    # differs: one small network, which is made for one set of actions
     def load_state(self, folder):
         saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
         if saved["state"]["trained_for"] != self.state.trained_for:
@@ -824,7 +818,6 @@ def answer_all(questions, qa):
 class Run:
     """The files of one run in OUTPUT_DIR, and the signals that end the run."""
 
-    # differs: one process
     def __init__(self, resume):
         self.folder = Path(OUTPUT_DIR).absolute()  # once: a reward function may change the working directory
         self.logs = {}
@@ -847,7 +840,6 @@ class Run:
         signal.signal(number, signal.SIG_DFL)
         print("\nStopping after this step, then saving; again stops at once", flush=True)
 
-    # differs: one process
     def open(self, state, is_complete):
         """Opens the logs and catches signals. A run that continues cuts the logs back to its checkpoint; if
         no step is left, it is complete."""
@@ -876,7 +868,6 @@ class Run:
             self.wandb = wandb.init(dir=self.folder, config=constants(), id=state.wandb_id, resume="allow")
             state.wandb_id = self.wandb.id
 
-    # differs: no model is trained
     def compare(self, state, is_complete):
         """Prints what changed since the checkpoint that is resumed. Refuses a complete run that would end as
         if it had trained what changed."""
@@ -894,7 +885,6 @@ class Run:
         if is_complete and changes:
             raise UserError(f"complete at step {state.step}, but {'; '.join(changes)}: {hint}")
 
-    # differs: other files; the best policy is in the checkpoint, too
     def move_old_files(self, state, target):
         """Moves what is later than the run's checkpoint, or all of an earlier run, to the folder `target`."""
         config = self.folder / "training_config.json"
@@ -914,7 +904,6 @@ class Run:
             shutil.move(path, moved)
             print(f"Moved {path} to {moved}", flush=True)
 
-    # differs: one process
     def close(self, state):
         self.log(f"{'Stopped' if self.signal else self.outcome} at step {state.step}")
         for number, handler in self.handlers.items():
@@ -923,14 +912,12 @@ class Run:
             self.wandb.finish()
         self.lock.release(force=True)
 
-    # differs: one process
     def log(self, text):
         """Prints a line, above any progress bar, and writes it to the log file."""
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
         print(text, file=self.text_log)
 
-    # differs: one process
     def write(self, name, **record):
         """Writes one line of JSON to a log. Numbers that are not finite become null: JSON has no NaN."""
         record = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in record.items()}
@@ -946,7 +933,6 @@ def list_checkpoints(folder):
     return [folders[str(number)] for number in sorted(int(name) for name in folders if name.isdecimal())]
 
 
-# differs: one process
 def choose_checkpoint(folder, resume):
     """Returns the checkpoint to resume from, or None. Asks at a terminal if resume is "ask"."""
     checkpoints = list_checkpoints(folder)
@@ -992,7 +978,6 @@ def atomic_folder(path):
 PANELS = "reward em f1 cost recall entropy top_k temperature rerank".split()
 
 
-# differs: rules are drawn
 def draw_grid(folder, path, rules, names=None):
     """Draws a panel per metric: each training step faint, their rolling mean, the evaluations' points, and
     what the rules reach on the validation questions."""

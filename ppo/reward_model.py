@@ -287,7 +287,6 @@ class RewardModelTrainer:
 
     # ------------------------------------------------------------ evaluation, logs, checkpoints
 
-    # differs: pairs
     @torch.no_grad()
     def evaluate(self):
         """Returns metrics of held-out pairs, means."""
@@ -301,7 +300,6 @@ class RewardModelTrainer:
         parts = all_gather(sums)
         return {name: sum(column(parts, name)) / len(rows) for name in parts[0]}
 
-    # differs: the model that is trained
     @torch.no_grad()
     def reward_model_score(self, prompts, responses):
         """Returns the score of each response, (rows,)."""
@@ -322,7 +320,6 @@ class RewardModelTrainer:
         line += f"  step {step}/{self.total_steps}, {eta} left"
         self.run.log(line.format(epochs=NUM_EPOCHS, **metrics))
 
-    # differs: best/ and patience follow the lowest loss
     def log_evaluation(self, metrics):
         """Logs what evaluate() returned. The model with the lowest loss is kept in best/."""
         state = self.state
@@ -340,7 +337,6 @@ class RewardModelTrainer:
             state.best_score = -metrics["loss"]
             self.save_best()
 
-    # differs: it is a reward model
     def save_best(self):
         """Writes best/reward_model/, with an adapter merged into the weights: it loads without PEFT."""
         if rank > 0:
@@ -350,7 +346,6 @@ class RewardModelTrainer:
             model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
 
-    # differs: it is a reward model
     def save(self):
         """Writes step_N/ if it is not there yet, removes old checkpoints and draws the plots."""
         folder = self.run.folder / f"step_{self.state.step}"
@@ -397,7 +392,6 @@ class RewardModelTrainer:
                 setattr(self.state, name, value)
 
 
-# differs: two schedules
 def learning_rate_scale(steps_done, total):
     """Returns the factor of the learning rate after steps_done steps: linear warm-up, then the schedule."""
     if steps_done < WARMUP_STEPS:
@@ -410,7 +404,6 @@ def learning_rate_scale(steps_done, total):
 # ================================================================ models
 
 
-# differs: a new head may be put on the model
 def load_model(auto_class, path, tokenizer):
     """Returns a frozen model in evaluation mode, in which it stays, with a head for one label. If the head is
     missing or another one, it starts as the library begins it. Other missing weights are an error."""
@@ -444,7 +437,6 @@ def set_pad_token(model, tokenizer):
     model.config.pad_token_id = tokenizer.pad_token_id
 
 
-# differs: adapters beside a head that is trained whole
 def load_trained(auto_class, path, saved, tokenizer):
     """Returns a model to train, from the folder `saved` of a checkpoint or else path, with LoRA's adapter."""
     if saved and (saved / "adapter_config.json").exists() != (LORA_RANK > 0):
@@ -556,7 +548,6 @@ def pad_left(rows, device):
 # ================================================================ data
 
 
-# differs: rows with answers, of which some cannot be trained
 def load_rows(specs, make_row):
     """Returns the rows of data sets that can be trained; the others are counted."""
     rows = []
@@ -584,7 +575,6 @@ def load_rows(specs, make_row):
     return kept
 
 
-# differs: the columns of pairs, with margins
 def check_keys(spec):
     """Returns the columns that a data set names. Refuses keys that nothing reads."""
     keys = spec.keys() - {"path", "type"}
@@ -795,7 +785,6 @@ def check_shown(tokenizer, messages, tools, text):
                 raise ValueError(f"the chat template does not show the {message['role']}'s {key}")
 
 
-# differs: what is read of a prompt and its answer
 def encode(tokenizer, prompt, answer, tools=None):
     """Returns the ids of a prompt with its answer, texts or messages, up to the answer's first EOS."""
     before, turns = read_chat(tokenizer, prompt, answer, tools)

@@ -271,7 +271,6 @@ class SFTTrainer:
 
     # ------------------------------------------------------------ evaluation, logs, checkpoints
 
-    # differs: the loss of demonstrations, and sampled answers
     @torch.no_grad()
     def evaluate(self):
         """Returns metrics of held-out rows: means over their trained tokens, and the accuracy of a greedy and
@@ -339,7 +338,6 @@ class SFTTrainer:
         line += f"  step {step}/{self.total_steps}, {eta} left"
         self.run.log(line.format(epochs=NUM_EPOCHS, **metrics))
 
-    # differs: best/ and patience follow the lowest loss
     def log_evaluation(self, metrics):
         """Logs what evaluate() returned. The model with the lowest loss is kept in best/."""
         state = self.state
@@ -415,7 +413,6 @@ class SFTTrainer:
                 setattr(self.state, name, value)
 
 
-# differs: two schedules
 def learning_rate_scale(steps_done, total):
     """Returns the factor of the learning rate after steps_done steps: linear warm-up, then the schedule."""
     if steps_done < WARMUP_STEPS:
@@ -597,7 +594,6 @@ def pad_left(rows, device):
 # ================================================================ data
 
 
-# differs: rows with answers, of which some cannot be trained
 def load_rows(specs, make_row):
     """Returns the rows of data sets that can be trained; the others are counted."""
     rows = []
@@ -625,7 +621,6 @@ def load_rows(specs, make_row):
     return kept
 
 
-# differs: the columns of demonstrations
 def check_keys(spec):
     """Returns the columns that a data set names. Refuses keys that nothing reads."""
     keys = spec.keys() - {"path", "type"}

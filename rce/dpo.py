@@ -337,7 +337,6 @@ class DPOTrainer:
 
     # ------------------------------------------------------------ evaluation, logs, checkpoints
 
-    # differs: pairs, and sampled answers
     @torch.no_grad()
     def evaluate(self):
         """Returns metrics of held-out pairs: means and, if the data has gold answers, the accuracy of a
@@ -403,7 +402,6 @@ class DPOTrainer:
         line += "LR:{learning_rate:.2e}" + f"  step {step}/{self.total_steps}, {eta} left"
         self.run.log(line.format(epochs=NUM_EPOCHS, **metrics))
 
-    # differs: best/ and patience follow the lowest loss
     def log_evaluation(self, metrics):
         """Logs what evaluate() returned. The model with the lowest loss is kept in best/."""
         state = self.state
@@ -479,7 +477,6 @@ class DPOTrainer:
                 setattr(self.state, name, value)
 
 
-# differs: two schedules
 def learning_rate_scale(steps_done, total):
     """Returns the factor of the learning rate after steps_done steps: linear warm-up, then the schedule."""
     if steps_done < WARMUP_STEPS:
@@ -670,7 +667,6 @@ def pad_left(rows, device):
 # ================================================================ data
 
 
-# differs: rows with answers, of which some cannot be trained
 def load_rows(specs, make_row):
     """Returns the rows of data sets that can be trained; the others are counted."""
     rows = []
@@ -698,7 +694,6 @@ def load_rows(specs, make_row):
     return kept
 
 
-# differs: the columns of pairs, with gold answers
 def check_keys(spec):
     """Returns the columns that a data set names. Refuses keys that nothing reads."""
     keys = spec.keys() - {"path", "type"}

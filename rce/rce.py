@@ -188,7 +188,6 @@ USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, 
 # ================================================================ the maths of RCE
 
 
-# differs: mining samples at several temperatures
 def sampling_logprobs(logits, temperature):
     """Returns log-probabilities (..., vocabulary) at a temperature, a number or a tensor. Sampling, scoring
     and training call it. For top-p and the like edit generate(): a token that is excluded here could never
@@ -357,7 +356,6 @@ class RCETrainer:
         self.run.close(state)
         return state.evaluation
 
-    # differs: mining draws numbers for each chunk of prompts, counted from 1
     def seed_step(self, chunk=0):
         """Makes all random numbers of a step a function of its number: a checkpoint need not keep any."""
         seed = (1_000_003 * SEED + 104_729 * chunk + self.state.step) % 2**32
@@ -609,7 +607,6 @@ class RCETrainer:
 
     # ------------------------------------------------------------ rewards
 
-    # differs: each row may have its temperature; no entropies
     def respond(self, rows, uniform, temperatures=None):
         """Samples a response to each row of the data; uniform (rows, MAX_NEW_TOKENS) decides the tokens, None
         takes the likeliest; temperatures (rows,) are TEMPERATURE if None. Returns a batch on the CPU: rows,
@@ -641,7 +638,6 @@ class RCETrainer:
         batch.texts = [self.tokenizer.decode(ids if is_cut else ids[:-1]) for ids, is_cut in pairs]
         return batch
 
-    # differs: no penalty of long responses
     def score_responses(self, batch):
         """Adds the scores of the responses, (rows,), and reward_parts, what they consist of."""
         self.reward_parts = {}
@@ -649,7 +645,6 @@ class RCETrainer:
         batch.scores = torch.as_tensor(self.compute_rewards(prompts, texts, answers, **columns)).float()
         batch.reward_parts = {name: torch.as_tensor(part) for name, part in self.reward_parts.items()}
 
-    # differs: no reward model
     def compute_rewards(self, prompts, responses, answers, **columns):
         """Returns the score of each response, (rows,). Edit or override freely. columns: response_ids, and
         the columns of the data. What you put into self.reward_parts is logged as reward/<name>."""
@@ -750,7 +745,6 @@ class RCETrainer:
         metrics["truncated_fraction"] = batch.truncated.float().mean().item()
         return metrics
 
-    # differs: best/ and patience follow pick_accuracy
     def log_evaluation(self, metrics):
         """Logs what evaluate() returned. The policy with the highest pick_accuracy, or without validation
         prompts the highest reward, is kept in best/."""
@@ -1099,7 +1093,6 @@ def sample_tokens(probabilities, uniform):
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=probabilities.shape[1] - 1)
 
 
-# differs: each row has its temperature; no entropies
 @torch.no_grad()
 def generate(model, prompts, uniform, end_ids, temperatures):
     """Samples a response to each prompt, see respond(). Returns ids and their log-probabilities, (rows,
@@ -1166,7 +1159,6 @@ def logprobs_and_entropy(model, batch, rows):
     return logprobs, entropies
 
 
-# differs: the entropy is only logged
 def chunk_logprobs(model, output, hidden, ids):
     """Returns log-probabilities and entropies of tokens after hidden states, two (tokens,)."""
     distribution = sampling_logprobs(head(model, output, hidden), TEMPERATURE)  # (tokens, vocabulary)
@@ -1176,7 +1168,6 @@ def chunk_logprobs(model, output, hidden, ids):
     return logprobs, entropies
 
 
-# differs: batches of candidates have no log-probabilities yet
 @torch.no_grad()
 def all_logprobs(model, batch):
     """Returns the log-probabilities of all response tokens, (rows, R), 0 outside the mask."""
@@ -1201,7 +1192,6 @@ def make_batch(candidates):
     return batch
 
 
-# differs: prompts have unlike numbers of candidates
 def micro_batches(batch, rows, size):
     """Cuts row numbers into micro-batches, the longest first. A prompt's rows stand together, and prompts
     whose longest responses are alike: less padding."""
@@ -1405,7 +1395,6 @@ def make_row(tokenizer, prompt, answer=None, row_id="the prompt", columns=None):
     return {"id": row_id, "prompt": prompt, "answer": golds or None, "columns": columns or {}, "ids": ids}
 
 
-# differs: a prompt is not trained, so its messages have no weights and no thoughts
 def read_message(message):
     """Returns a message of a chat, whose content is a text. Refuses what a chat template would misread."""
     if not isinstance(message, dict):
@@ -1651,7 +1640,6 @@ class Run:
         if is_complete and changes:
             raise UserError(f"complete at step {state.step}, but {'; '.join(changes)}: {hint}")
 
-    # differs: candidates, too
     def move_old_files(self, state, target):
         """Moves checkpoints and candidates that are later than the run's into the folder `target`, and for a
         new run all files of an earlier one. Files that no run wrote stay."""

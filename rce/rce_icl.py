@@ -152,19 +152,16 @@ USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, 
 # ================================================================ the maths of RCE and GRPO
 
 
-# differs: one TAU
 def rce_weights(rewards):
     """Returns the weights w of one group's lists from their rewards r, two (lists,)."""
     return (rewards / TAU).softmax(0)
 
 
-# differs: the mean over groups
 def rce_loss(logprobs, weights):
     """Returns the mean over groups of sum_i w_i * -log pi(list_i). Both are (groups, lists)."""
     return -(weights * logprobs).sum(1).mean()
 
 
-# differs: groups of any size, one at a time
 def group_advantages(rewards):
     """Returns (r - mean) / (std + 1e-4) of one group's rewards, (lists,). Equal rewards get exactly 0."""
     rewards = rewards - rewards[0]  # else rounding leaves something of equal rewards such as 0.7
@@ -202,7 +199,6 @@ reward_modes = {
 }
 
 
-# differs: lists have no logprob
 def shaped_rewards(lists):
     """Returns r of a group's lists by REWARD_MODE, (lists,), float64."""
     columns = [torch.tensor(column(lists, name), dtype=torch.float64) for name in ("hard", "soft", "gt_prob")]
@@ -383,7 +379,6 @@ class ICLTrainer:
     def is_out_of_patience(self):
         return 0 < EARLY_STOPPING_PATIENCE <= self.state.evaluations_without_gain
 
-    # differs: patience ends a stage
     def is_over(self):
         return self.run.signal or self.is_out_of_patience() or self.state.step >= self.total_steps
 
@@ -569,7 +564,6 @@ class ICLTrainer:
         scores = map(score, self.reader.answers(asked), column(questions, "golds"))
         return np.array(column(scores, "accuracy"))
 
-    # differs: questions, not prompts
     def evaluate(self, questions=None, pick=None):
         """Returns accuracies of the policy's picks, or of pick(questions, shots), on validation or rows."""
         questions = questions or self.splits["validation"]
@@ -607,7 +601,6 @@ class ICLTrainer:
         line += f"LR:{{learning_rate:.2e}}  step {step}/{self.total_steps}, {eta} left"
         self.run.log(line.format(stage=batch.stage, **metrics))
 
-    # differs: the accuracy counts
     def log_evaluation(self, metrics):
         """Logs what evaluate() returned. The policy with the highest accuracy is kept in best/."""
         state = self.state
@@ -650,7 +643,6 @@ class ICLTrainer:
             self.run.log(line)
         (self.run.folder / "eval_test.json").write_text(json.dumps(results))
 
-    # differs: one process; the policies are in training_state.pt
     def save(self):
         """Writes step_N/ if it is not there yet, removes old checkpoints and draws the plots."""
         folder = self.run.folder / f"step_{self.state.step}"
@@ -669,7 +661,6 @@ class ICLTrainer:
         draw_grid(self.run.folder, "training_metrics_detailed.png", self.state.rules)
         draw_grid(self.run.folder, "rce_icl_metrics_with_entropy.png", self.state.rules, PANELS)
 
-    # differs: the policies are in training_state.pt
     def load_state(self, folder):
         """Restores state, policies and optimizer."""
         saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
@@ -1067,7 +1058,6 @@ def batches(items):
     return [items[i : i + READER_BATCH_SIZE] for i in range(0, len(items), READER_BATCH_SIZE)]
 
 
-# differs: frozen models are of DTYPE
 def load_model(auto_class, path):
     """Returns a frozen model in evaluation mode, in which it stays. Missing weights are an error."""
     options = {"output_loading_info": True, "dtype": getattr(torch, DTYPE)}
@@ -1084,7 +1074,6 @@ def load_model(auto_class, path):
 # ================================================================ data
 
 
-# differs: questions with gold answers, perhaps images and vectors
 def load_rows(spec):
     """Returns the rows of a data set: id, text, golds, image (a path or None), asked (equal for rows that ask
     the same), and answer, the gold named most often, which a demonstration shows."""
@@ -1208,7 +1197,6 @@ PANELS = "accuracy reward entropy policy_loss grad_norm kl".split()  # of rce_ic
 class Run:
     """The files of one run in OUTPUT_DIR, and the signals that end the run."""
 
-    # differs: one process
     def __init__(self, resume):
         self.folder = Path(OUTPUT_DIR).absolute()  # once: a reward function may change the working directory
         self.logs = {}
@@ -1231,7 +1219,6 @@ class Run:
         signal.signal(number, signal.SIG_DFL)
         print("\nStopping after this step, then saving; again stops at once", flush=True)
 
-    # differs: one process, and mined lists
     def open(self, state, is_complete):
         """Opens the logs and catches signals. A run that continues cuts the logs back to its checkpoint; if
         no step is left, it is complete."""
@@ -1262,7 +1249,6 @@ class Run:
             self.wandb = wandb.init(dir=self.folder, config=constants(), id=state.wandb_id, resume="allow")
             state.wandb_id = self.wandb.id
 
-    # differs: mined lists
     def compare(self, state, is_complete):
         """Prints what changed since the checkpoint that is resumed. Refuses another reader or other vectors:
         the mined lists and the policy are of the old ones. Refuses a complete run that would end as if it
@@ -1285,7 +1271,6 @@ class Run:
         if is_complete and changes:
             raise UserError(f"complete at step {state.step}, but {'; '.join(changes)}: {hint}")
 
-    # differs: mined lists; the best policy is in the checkpoint, too
     def move_old_files(self, state, target):
         """Moves what is later than the run's checkpoint, or all of an earlier run, to the folder `target`."""
         config = self.folder / "training_config.json"
@@ -1306,7 +1291,6 @@ class Run:
             shutil.move(path, moved)
             print(f"Moved {path} to {moved}", flush=True)
 
-    # differs: one process
     def close(self, state):
         self.log(f"{'Stopped' if self.signal else self.outcome} at step {state.step}")
         for number, handler in self.handlers.items():
@@ -1315,14 +1299,12 @@ class Run:
             self.wandb.finish()
         self.lock.release(force=True)
 
-    # differs: one process
     def log(self, text):
         """Prints a line, above any progress bar, and writes it to the log file."""
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
         print(text, file=self.text_log)
 
-    # differs: one process
     def write(self, name, **record):
         """Writes one line of JSON to a log. Numbers that are not finite become null: JSON has no NaN."""
         record = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in record.items()}
@@ -1338,7 +1320,6 @@ def list_checkpoints(folder):
     return [folders[str(number)] for number in sorted(int(name) for name in folders if name.isdecimal())]
 
 
-# differs: one process
 def choose_checkpoint(folder, resume):
     """Returns the checkpoint to resume from, or None. Asks at a terminal if resume is "ask"."""
     checkpoints = list_checkpoints(folder)
@@ -1380,7 +1361,6 @@ def atomic_folder(path):
     tmp.rename(path)
 
 
-# differs: the rules' accuracies are dashed lines
 def draw_grid(folder, path, rules, names=None):
     """Draws a panel per metric: each training step faint, their rolling mean, and the evaluations' points."""
     records = [json.loads(line) for line in (folder / "logs/metrics.jsonl").read_text().splitlines()]

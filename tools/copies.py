@@ -1,13 +1,13 @@
-"""Compares the functions that the trainers have in common, and copies one from a trainer to the others.
+"""Compares the functions that the trainers have in common, and copies one from a trainer to others.
 
-    python tools/copies.py                     # compare; exit code 1 if two texts differ
-    python tools/copies.py ppo/ppo.py:encode   # copy encode() to every trainer that has it
-    python tools/copies.py ppo/ppo.py:Run.open # copy one method
+    python tools/copies.py                                 # compare; exit code 1 if two texts differ
+    python tools/copies.py ppo/ppo.py:encode               # copy encode() to grpo.py and rce.py
+    python tools/copies.py ppo/ppo.py:Run.open ppo/sft.py  # copy one method to the files that are named
 
-Each trainer is one file, so the trainers repeat each other's functions. Functions, classes and methods of one
-name have the same text in all of them, with the comments directly above. A comment `# differs: why` there
-allows a difference; those with the same reason are compared with each other. The names in OWN belong to one
-algorithm and are not compared.
+ppo.py, grpo.py and rce.py are read side by side, so functions, classes and methods of one name have the same
+text there, with the comments directly above. DIFFERS holds what differs on purpose, OWN the names that
+belong to one algorithm. The other six began as copies and may drift: which of their definitions did is only
+printed.
 """
 
 import ast
@@ -16,15 +16,29 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TRAINERS = (
-    *("ppo/ppo.py", "grpo/grpo.py", "rce/rce.py"),
+TRIO = ("ppo/ppo.py", "grpo/grpo.py", "rce/rce.py")
+OTHERS = (
     *("ppo/sft.py", "ppo/reward_model.py", "rce/dpo.py"),
     *("grpo/grpo_rec.py", "ppo/ppo_rag.py", "rce/rce_icl.py"),
 )
 OWN = set(
     "__init__ load_models train respond score score_responses compute_advantages update optimizer_step "
-    "record policy_loss check_constants train_main make_row pair_losses test read_file".split()
+    "record policy_loss check_constants train_main".split()
 )
+DIFFERS = {  # {(file, name): why}
+    ("ppo/ppo.py", "load_model"): "a critic may begin without a value head",
+    ("ppo/ppo.py", "load_trained"): "a critic may begin without a value head",
+    ("grpo/grpo.py", "Trainer.next_prompts"): "dynamic sampling takes prompts out of their turn",
+    ("rce/rce.py", "sampling_logprobs"): "mining samples at several temperatures",
+    ("rce/rce.py", "Trainer.seed_step"): "mining draws numbers for each chunk of prompts, counted from 1",
+    ("rce/rce.py", "Trainer.compute_rewards"): "there is no reward model",
+    ("rce/rce.py", "Trainer.log_evaluation"): "best/ and patience follow pick_accuracy",
+    ("rce/rce.py", "generate"): "each row has its temperature; there are no entropies",
+    ("rce/rce.py", "chunk_logprobs"): "the entropy is only logged",
+    ("rce/rce.py", "all_logprobs"): "batches of candidates have no log-probabilities yet",
+    ("rce/rce.py", "micro_batches"): "prompts have unlike numbers of candidates",
+    ("rce/rce.py", "Run.move_old_files"): "the files of candidates move, too",
+}
 
 
 def definitions(text):
@@ -50,35 +64,39 @@ def definitions(text):
     return {name: value for name, value in found.items() if name.split(".")[-1] not in OWN or "Run." in name}
 
 
-def mark(text):
-    """Returns the line `# differs: why` of a definition, or nothing."""
-    first = text.lstrip().splitlines()[0]
-    return first if first.startswith("# differs:") else ""
-
-
 def compare(texts):
-    """Returns a message for each definition that differs from the first trainer's that has it, or has it with
-    the same mark."""
+    """Returns a message for each definition that differs from that of the first file that has it."""
     messages, first = [], {}
     for file, text in texts.items():
         for name, (_, _, new) in definitions(text).items():
-            other, wanted = first.setdefault((name, mark(new)), (file, new))
+            if (file, name) in DIFFERS:
+                continue
+            other, wanted = first.setdefault(name, (file, new))
             if new != wanted:
                 lines = difflib.unified_diff(wanted.splitlines(), new.splitlines(), other, file, lineterm="")
                 messages.append(f"{name} differs:\n" + "\n".join(lines))
     return messages
 
 
+def drifted(texts, file):
+    """Returns the names of a file's definitions that differ from those of the trainers it is a copy of."""
+    wanted = {
+        name: new for text in reversed(texts.values()) for name, (_, _, new) in definitions(text).items()
+    }
+    own = definitions((ROOT / file).read_text())
+    return sorted(name for name, (_, _, new) in own.items() if wanted.get(name, new) != new)
+
+
 def copy(texts, source, name):
-    """Returns {file: new text} of the trainers whose definition of that name is not the source's."""
+    """Returns {file: new text} of the files whose definition of that name is not the source's."""
     new = definitions(texts[source])[name][2]
     changed = {}
     for file, text in texts.items():
         first, end, old = definitions(text).get(name, (0, 0, new))
         if old == new:
             continue
-        if mark(old) != mark(new):
-            print(f"{file}: {name} is marked `# differs`: left as it is")
+        if (file, name) in DIFFERS:
+            print(f"{file}: {name} differs on purpose ({DIFFERS[file, name]}): left as it is")
             continue
         lines = text.splitlines(keepends=True)
         changed[file] = "".join([*lines[:first], new, *lines[end:]])
@@ -86,19 +104,26 @@ def copy(texts, source, name):
 
 
 def main(arguments):
-    texts = {file: (ROOT / file).read_text() for file in TRAINERS}
     if arguments:
         source, _, name = arguments[0].partition(":")
-        if source not in texts or name not in definitions(texts[source]):
-            sys.exit(f"copies.py: {arguments[0]!r} is not FILE:NAME of one of {', '.join(TRAINERS)}")
+        files = [source, *(arguments[1:] or TRIO)]
+        for file in files:
+            if file not in TRIO + OTHERS:
+                sys.exit(f"copies.py: {file!r} is not one of {', '.join(TRIO + OTHERS)}")
+        texts = {file: (ROOT / file).read_text() for file in files}
+        if name not in definitions(texts[source]):
+            sys.exit(f"copies.py: {source} has no {name!r}")
         for file, text in copy(texts, source, name).items():
             (ROOT / file).write_text(text)
             print(f"copied {name} to {file}")
         return
+    texts = {file: (ROOT / file).read_text() for file in TRIO}
     messages = compare(texts)
     if messages:
         sys.exit("\n\n".join(messages))
-    print("equal definitions in " + ", ".join(TRAINERS))
+    print("equal definitions in " + ", ".join(TRIO))
+    for file in OTHERS:
+        print(f"{file} has its own {', '.join(drifted(texts, file))}")
 
 
 if __name__ == "__main__":
