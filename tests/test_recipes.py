@@ -4,6 +4,7 @@ local rows of the same columns. Its figure for memory is the one that tools/memo
 import math
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import transformers
@@ -15,11 +16,23 @@ import memory
 SHAPE = {"vocab_size": 151_936, "tie_word_embeddings": True, "num_key_value_heads": 2}
 POLICY = {**SHAPE, "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14}
 LARGER = {**SHAPE, "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12}
+LARGEST = {
+    "vocab_size": 152_064,
+    "tie_word_embeddings": False,
+    "num_key_value_heads": 4,
+    "num_attention_heads": 28,
+}
+LARGEST |= {"hidden_size": 3584, "intermediate_size": 18944}
 REWARD = {**SHAPE, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "head_dim": 128}
 CONFIGS = {
     "Qwen/Qwen2.5-0.5B": transformers.Qwen2Config(**POLICY, num_hidden_layers=24),
     "Qwen/Qwen2.5-0.5B-Instruct": transformers.Qwen2Config(**POLICY, num_hidden_layers=24),
     "Qwen/Qwen2.5-1.5B-Instruct": transformers.Qwen2Config(**LARGER, num_hidden_layers=28),
+    "Qwen/Qwen2.5-7B-Instruct": transformers.Qwen2Config(**LARGEST, num_hidden_layers=28),
+    "data/real/smollm2": transformers.LlamaConfig(
+        **{"vocab_size": 49_152, "tie_word_embeddings": True, "hidden_size": 576, "intermediate_size": 1536},
+        **{"num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 30},
+    ),
     "Skywork/Skywork-Reward-V2-Qwen3-0.6B": transformers.Qwen3Config(
         **REWARD | {"num_key_value_heads": 8}, num_hidden_layers=28
     ),
@@ -34,6 +47,9 @@ PROBLEMS = [{"question": f"{i} + 2?", "answer": f"{i} + 2\n#### {i + 2}"} for i 
 QUESTION = {"role": "user", "content": "Say it"}
 GOOD, BAD = ([QUESTION, {"role": "assistant", "content": text}] for text in ("yes", "no"))
 PAIRS = 8 * [{"prompt": "Say it", "messages": GOOD, "chosen": GOOD, "rejected": BAD}]
+SUMS = [{"messages": [{"role": "user", "content": f"{i} + 2?"}], "answer": str(i + 2)} for i in range(8)]
+RECORDS = {"gsm8k": PROBLEMS, "ultrafeedback_binarized": PAIRS}
+RECORDS |= {f"sums_{part}.jsonl": SUMS for part in ("train", "validation", "test")}
 SHORT = """BATCH_SIZE=2 GRADIENT_ACCUMULATION_STEPS=1 GROUP_SIZE=4 MINI_BATCHES=1 MAX_STEPS=1
 MAX_NEW_TOKENS=12 MAX_EVAL_PROMPTS=2 MAX_EVAL_ROWS=2 MAX_EVAL_PAIRS=2 MINE_PROMPTS=8 ROUNDS=1
 CRITIC_WARMUP_STEPS=0 RESUME=no"""
@@ -54,28 +70,42 @@ def judge(function, prompts, responses, *others):
     return [float(len(response) % 2) for response in responses]  # a random model would never be right
 
 
-def train(recipe, monkeypatch):
+def commands(recipe):
+    """Returns the trainers in the first lines of a recipe and the constants behind it, [(path, words)]."""
     text = (ROOT / "recipes" / recipe).read_text()
-    path = re.search(rf"python (\S+) @recipes/{recipe}\n", text)[1]
+    found = re.findall(rf"python (\S+) @recipes/{recipe}(.*)", text)
+    return [(path, words.split()) for path, words in found if not path.startswith("tools/")]
+
+
+def train(recipe, path, words, monkeypatch):
     monkeypatch.setattr(sys, "argv", [path])  # {file} of OUTPUT_DIR
     module = load(path)
-    module.apply_overrides([f"@{ROOT}/recipes/{recipe}"])
-    if "gsm8k" in recipe:
-        assert f"python tools/evaluate.py {module.OUTPUT_DIR} @recipes/gsm8k_test.txt" in text
-        module.apply_overrides([f"@{ROOT}/recipes/gsm8k_test.txt"])
-    module.apply_overrides(word for word in SHORT.split() if word.split("=")[0] in module.constants())
-    monkeypatch.setattr(module, "read_records", lambda spec: PAIRS if "ultra" in spec["path"] else PROBLEMS)
-    monkeypatch.setattr(module, "draw_grid", lambda *arguments: None)
-    monkeypatch.setattr(module, "call_reward", judge, raising=False)
+    script = module
+    if path == "examples/judge.py":
+        script = module.grpo
+        monkeypatch.delitem(sys.modules, "grpo")  # the next recipe needs a fresh one
+        monkeypatch.setattr(module, "grade", lambda prompt, response, answer: len(response) % 2)
+    script.apply_overrides([f"@{ROOT}/recipes/{recipe}", *words])
+    text = (ROOT / "recipes" / recipe).read_text()
+    for of_test in ("gsm8k_test.txt", "sums_test.txt"):
+        if f"@recipes/{of_test}" in text:
+            folder = script.OUTPUT_DIR if len(commands(recipe)) == 1 else "checkpoints/sums_grpo"
+            assert f"python tools/evaluate.py {folder} @recipes/{of_test}" in text
+            script.apply_overrides([f"@{ROOT}/recipes/{of_test}"])
+    script.apply_overrides(word for word in SHORT.split() if word.split("=")[0] in script.constants())
+    monkeypatch.setattr(script, "read_records", lambda spec: RECORDS[Path(spec["path"]).name])
+    monkeypatch.setattr(script, "draw_grid", lambda *arguments: None)
+    monkeypatch.setattr(script, "call_reward", judge, raising=False)
     trainer_class = next(x for name, x in vars(module).items() if name.endswith("Trainer"))
     trainer_class().train()
-    steps = [x for x in read(f"{module.OUTPUT_DIR}/logs/metrics.jsonl") if x["phase"] == "train"]
+    steps = [x for x in read(f"{script.OUTPUT_DIR}/logs/metrics.jsonl") if x["phase"] == "train"]
     norms = [x for step in steps for name, x in step.items() if name.endswith("grad_norm")]
     assert norms and all(0 < x < math.inf for x in norms)
 
 
 CHAIN = [f"{name}_ultrafeedback.txt" for name in ("sft", "reward_model", "ppo")]
-OTHERS = sorted({path.name for path in (ROOT / "recipes").glob("*.txt")} - {*CHAIN, "gsm8k_test.txt"})
+OTHERS = {path.name for path in (ROOT / "recipes").glob("*.txt")} - {"gsm8k_test.txt", "sums_test.txt"}
+OTHERS = sorted(OTHERS - set(CHAIN))
 
 
 @pytest.mark.parametrize("recipes", [CHAIN, *([name] for name in OTHERS)], ids=lambda names: names[-1])
@@ -84,7 +114,8 @@ def test_recipe(tmp_path, monkeypatch, recipes):
     for name in CONFIGS:
         save_stand_in(name)
     for recipe in recipes:
-        train(recipe, monkeypatch)
+        for path, words in commands(recipe):
+            train(recipe, path, words, monkeypatch)
 
 
 @pytest.mark.parametrize("recipe", [*CHAIN, *OTHERS])
@@ -92,4 +123,5 @@ def test_the_memory_in_a_recipe_is_what_the_tool_computes(recipe, monkeypatch):
     config = CONFIGS["Qwen/Qwen2.5-0.5B"]  # also of the policies that other recipes train
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name: CONFIGS.get(name, config))
     path = ROOT / "recipes" / recipe
-    assert f"# Memory, computed: {memory.describe(memory.load_constants([f'@{path}']))}\n" in path.read_text()
+    arguments = [*commands(recipe)[0][:1], f"@{path}"]
+    assert f"# Memory, computed: {memory.describe(memory.load_constants(arguments))}\n" in path.read_text()
