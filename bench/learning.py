@@ -33,7 +33,7 @@ def cpu_seconds(pid):
 
 def run_seed(script, seed, words, folder):
     """Returns {step: metrics} of a run's evaluations, with its CPU seconds until then."""
-    command = [sys.executable, script, f"SEED={seed}", f"OUTPUT_DIR={folder}", *words]
+    command = [sys.executable, script, *words, f"SEED={seed}", f"OUTPUT_DIR={folder}"]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     file = folder / "logs/metrics.jsonl"
     trained, found = {}, {}
@@ -54,6 +54,7 @@ def run_seed(script, seed, words, folder):
                 found[record["step"]] = {**values, **record, "seconds": seconds}
     if process.returncode:
         sys.exit(f"{script} ended with exit code {process.returncode}")
+    (folder / "evaluations.json").write_text(json.dumps(found))
     return found
 
 

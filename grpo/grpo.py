@@ -100,8 +100,8 @@ DEVICE = "auto"  # auto | cpu | cuda | cuda:1
 ATTENTION: str | None = None  # sdpa | eager | flash_attention_2 (if installed); None: what the model has
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, slower
 
-# Data sets: {"path", "type": "jsonl" | "csv" | "parquet" | "hub", "input", "output"}; on the hub also "name"
-# and "split". "input" and "output" name columns; the input is a text or a list of chat messages
+# Data sets: {"path", "type": "jsonl" | "csv" | "parquet" | "hub", "input", "output"}; on the hub also
+# "name" and "split". "input" and "output" name columns; the input is a text or a list of chat messages
 TRAIN_DATASETS = [
     {"path": f"{ROOT}/data/tiny/train.jsonl", "type": "jsonl", "input": "problem", "output": "solution"},
     {"path": f"{ROOT}/data/tiny/train.parquet", "type": "parquet", "input": "problem", "output": "solution"},
@@ -111,9 +111,10 @@ PROMPT_TEMPLATE = "{input}"  # the question; the tokenizer's chat template, if i
 SYSTEM_PROMPT: str | None = None  # put before prompts that have none; needs a chat template
 MAX_EVAL_PROMPTS: int | None = 200  # the first ones of each data set; None: all
 
-# Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. A function is a name in
-# rewards/, or one that you define above this: f(prompts, responses, answers) returns one number per response.
-# Further parameters of f get the data columns of their names, and response_ids the token ids with EOS
+# Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. A function is a name
+# in rewards/, or one that you define above this: f(prompts, responses, answers) returns one number per
+# response. It may have more parameters: one with the name of a column of the data gets that column, one
+# value per response; response_ids gets the sampled token ids, with EOS
 REWARD_FUNCTIONS = [("exact_answer", 1.0)]
 REWARD_MODEL_WEIGHT = 1.0
 OVERLONG_BUFFER = 0  # the last tokens before MAX_NEW_TOKENS, which cost a penalty (2503.14476, eq. 13)
@@ -122,8 +123,8 @@ ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is
 
 # Rollout
 BATCH_SIZE = 32  # prompts sampled at a time
-# A step samples BATCH_SIZE times this many prompts before its first update. It does not cut the update into
-# backward passes, as the name says in other programs: MICRO_BATCH_ROWS does
+# A step samples BATCH_SIZE times this many prompts before its first update. It does not cut the update
+# into backward passes, as the name says in other programs: MICRO_BATCH_ROWS does
 GRADIENT_ACCUMULATION_STEPS = 1
 GROUP_SIZE = 8  # responses per prompt, each other's baseline
 MICRO_BATCH_ROWS = 32  # responses per forward and backward pass; scoring takes four times as many
@@ -180,10 +181,11 @@ USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, 
 
 
 def sampling_logprobs(logits):
-    """Returns log-probabilities (..., vocabulary) of the distribution that is sampled and trained: rollout
-    and update both call this, so all ratios are 1 before the first update. Edit it for top-p, for example:
-    give tokens to exclude -1e30 (-inf would make NaN), and normalise the others again. A term of yours in
-    log-ratios then has to clamp them, as the metrics do: the update may exclude what was sampled."""
+    """Returns log-probabilities (..., vocabulary) of the distribution that is sampled and trained:
+    rollout and update both call this, so all ratios are 1 before the first update. Edit it for top-p,
+    for example: give tokens to exclude -1e30 (-inf would make NaN), and normalise the others again. A
+    term of yours in log-ratios then has to clamp them, as the metrics do: the update may exclude what
+    was sampled."""
     return (logits.float() / TEMPERATURE).log_softmax(-1)
 
 
@@ -265,8 +267,8 @@ def learning_rate_scale(steps_done, total, halvings):
 
 
 class GRPOTrainer:
-    """self.run has the files. self.state is what a checkpoint holds beside models and optimizers: you may add
-    numbers, texts, lists and tensors (of Python and torch: numpy's cannot be loaded again)."""
+    """self.run has the files. self.state is what a checkpoint holds beside models and optimizers: you
+    may add numbers, texts, lists and tensors (of Python and torch: numpy's cannot be loaded again)."""
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
@@ -365,7 +367,7 @@ class GRPOTrainer:
             if SAVE_EVERY_N_STEPS and state.step % SAVE_EVERY_N_STEPS == 0:
                 self.save()
         if not self.eval_rows or not (self.run.folder / "best").exists():
-            self.save_best()
+            self.save_best()  # without evaluation the last policy is the best
         self.save()
         self.run.close(state)
         return state.evaluation
@@ -391,6 +393,7 @@ class GRPOTrainer:
 
     def rollout(self, prompts):
         """Returns GROUP_SIZE scored responses per prompt, see respond(); each process samples its share."""
+        # Each process draws the numbers of all prompts: samples do not depend on how many processes there are
         uniform = torch.rand(len(prompts), GROUP_SIZE, MAX_NEW_TOKENS, generator=self.generator)
         rows = [row for row in share(prompts) for _ in range(GROUP_SIZE)]
         started = time.perf_counter()
@@ -402,16 +405,16 @@ class GRPOTrainer:
 
     def replace_zero_variance_groups(self, batch):
         """Replaces groups of equal scores by new ones, of the data's next prompts (dynamic sampling)."""
-        self.flat_fraction = has_zero_variance(batch.scores).float().mean().item()
+        self.zero_variance_fraction = has_zero_variance(batch.scores).float().mean().item()
         for _ in range(RESAMPLE_ZERO_VARIANCE_GROUPS):
-            flat = has_zero_variance(batch.scores).nonzero().squeeze(1).tolist()
-            if flat:
-                new = self.rollout(self.next_prompts()[: len(flat) // GROUP_SIZE])
-                of_parts = batch.reward_parts, new.reward_parts
-                for target, source in ((vars(batch), vars(new)), of_parts):
-                    for name in source.keys() - {"reward_parts"}:
-                        for number, value in zip(flat, source[name]):
-                            target[name][number] = value
+            replaced = has_zero_variance(batch.scores).nonzero().squeeze(1).tolist()
+            if not replaced:
+                return
+            new = self.rollout(self.next_prompts()[: len(replaced) // GROUP_SIZE])
+            for target, source in ((vars(batch), vars(new)), (batch.reward_parts, new.reward_parts)):
+                for name in source.keys() - {"reward_parts"}:
+                    for row, value in zip(replaced, source[name]):
+                        target[name][row] = value
 
     def respond(self, rows, uniform):
         """Samples a response to each row of the data; uniform (rows, MAX_NEW_TOKENS) decides the tokens, None
@@ -420,38 +423,41 @@ class GRPOTrainer:
                             entropies, mask (1: a token that the policy sampled) (rows, R)
         score               scores (rows,), reward_parts {name: (rows,)}, ref_logprobs (rows, R)
         compute_advantages  advantages (rows, 1) or (rows, R), trained (rows, R)
-        Override it for tools: what others wrote has mask 0 but counts in lengths; all batches have one R."""
+        Override it for tools. Tokens that the policy did not sample have mask 0 and logprobs 0; they stand in
+        ids and response_ids and count in lengths. R is MAX_NEW_TOKENS in all batches: they are joined."""
         batch = SimpleNamespace(rows=rows)
         batch.ids = torch.full((len(rows), MAX_NEW_TOKENS), self.end_ids[0])
         batch.logprobs, batch.entropies = torch.zeros(2, *batch.ids.shape)
-        for first in range(0, len(rows), BATCH_SIZE * GROUP_SIZE):
+        for first in range(0, len(rows), BATCH_SIZE * GROUP_SIZE):  # the cache of more may not fit
             part = slice(first, first + BATCH_SIZE * GROUP_SIZE)
             numbers = None if uniform is None else uniform[part].to(self.device)
             with autocast(self.device):  # around all tokens, so that the weights are cast once
                 sampled = generate(self.actor, column(rows[part], "ids"), numbers, self.end_ids)
             batch.ids[part], batch.logprobs[part], batch.entropies[part] = sampled
-        is_end = torch.isin(batch.ids, torch.tensor(self.end_ids)).long()
-        ends_before = is_end.cumsum(1) - is_end
-        batch.mask = (ends_before == 0).float()  # up to the first end, which is included
+        is_end = torch.isin(batch.ids, torch.tensor(self.end_ids))
+        num_ends = is_end.cumsum(1)  # up to each token, itself included
+        is_first_end = is_end & (num_ends == 1)
+        batch.mask = ((num_ends == 0) | is_first_end).float()
         if not batch.logprobs.isfinite().all():
-            raise UserError(
-                "the policy's probabilities are not finite: lower LEARNING_RATE, RESUME an earlier step"
-            )
+            raise UserError("probabilities are not finite: lower LEARNING_RATE, RESUME an earlier step")
         batch.logprobs *= batch.mask
         batch.entropies *= batch.mask
-        batch.truncated = (is_end * batch.mask).sum(1) == 0
+        batch.truncated = ~is_end.any(1)
         batch.lengths = batch.mask.sum(1).long()
-        batch.response_ids = [ids[:length] for ids, length in zip(batch.ids.tolist(), batch.lengths.tolist())]
-        pairs = zip(batch.response_ids, batch.truncated)  # texts keep special tokens, except the end
-        batch.texts = [self.tokenizer.decode(ids if is_cut else ids[:-1]) for ids, is_cut in pairs]
+        batch.response_ids, batch.texts = [], []
+        for ids, length, is_truncated in zip(batch.ids.tolist(), batch.lengths, batch.truncated):
+            ids = ids[:length]
+            batch.response_ids.append(ids)
+            without_end = ids if is_truncated else ids[:-1]
+            batch.texts.append(self.tokenizer.decode(without_end))  # other special tokens stay
         return batch
 
     @torch.no_grad()
     def score(self, batch):
-        """Adds the scores of the responses, and log-probabilities of their tokens. The rows are whole groups
-        of GROUP_SIZE."""
+        """Adds the scores of the responses, and log-probabilities of their tokens. The rows are whole
+        groups of GROUP_SIZE."""
         self.score_responses(batch)
-        batch.ref_logprobs = batch.logprobs
+        batch.ref_logprobs = batch.logprobs  # without a reference: KL 0
         if self.reference is self.actor:
             with self.actor.disable_adapter():
                 batch.ref_logprobs = all_logprobs(self.actor, batch)
@@ -467,8 +473,8 @@ class GRPOTrainer:
         batch.reward_parts = {name: torch.as_tensor(part) for name, part in self.reward_parts.items()}
 
     def compute_rewards(self, prompts, responses, answers, **columns):
-        """Returns the score of each response, (rows,). Edit or override freely. columns: response_ids, and
-        the columns of the data. What you put into self.reward_parts is logged as reward/<name>."""
+        """Returns the score of each response, (rows,). Edit or override freely. columns: response_ids,
+        and the columns of the data. What you put into self.reward_parts is logged as reward/<name>."""
         total = torch.zeros(len(responses))
         if REWARD_MODEL:
             self.reward_parts["reward_model"] = self.reward_model_score(prompts, responses)
@@ -481,13 +487,14 @@ class GRPOTrainer:
 
     @torch.no_grad()
     def reward_model_score(self, prompts, responses):
-        """Returns the reward model's score of each response, (rows,). A decoder is read at the last token, an
-        encoder (it has no head `score`) reads prompt and response as a pair of texts."""
+        """Returns the reward model's score of each response, (rows,). A decoder is read at the last
+        token, an encoder (it has no head `score`) reads prompt and response as a pair of texts."""
         model = self.reward_model
         size = 4 * MICRO_BATCH_ROWS
+        all_pairs = list(zip(prompts, responses))
         scores = torch.zeros(len(prompts))
         for first in range(0, len(prompts), size):
-            pairs = list(zip(prompts, responses))[first : first + size]
+            pairs = all_pairs[first : first + size]
             if hasattr(model, "score"):
                 ids, mask = pad_left([encode(self.reward_tokenizer, *pair) for pair in pairs], self.device)
                 check_limits(model, ids.flatten().tolist(), ids.shape[1])
@@ -539,11 +546,12 @@ class GRPOTrainer:
         return metrics
 
     def optimizer_step(self, batch, rows, weights, is_first):
-        """One optimizer step on the responses with the numbers `rows`; weights: w_t, (all rows, R). A process
-        adds up its micro-batches, then the processes add up their gradients."""
+        """One optimizer step on the responses with the numbers `rows`; weights: w_t, (all rows, R). A
+        process adds up its micro-batches, then the processes add up their gradients."""
         num_tokens = batch.mask[rows].sum().item()
         micros = micro_batches(batch, rows, MICRO_BATCH_ROWS)
         sums = Counter()
+        # All processes have the same list; each takes every world_size-th micro-batch
         for micro in progress(micros[rank::world_size], "micro-batches"):
             logprobs, entropy = logprobs_and_entropy(self.actor, batch, micro)
             fields = [batch.mask, weights, batch.advantages, batch.logprobs, batch.ref_logprobs]
@@ -618,7 +626,7 @@ class GRPOTrainer:
             **metrics,
             **self.response_metrics(batch),
             "advantage_abs": advantages.abs().mean().item(),
-            "zero_variance_groups": self.flat_fraction,  # before any was replaced
+            "zero_variance_groups": self.zero_variance_fraction,  # before any was replaced
             "tokens_per_second": batch.mask.sum().item() / sum(self.seconds.values()),
             **{f"seconds/{name}": seconds for name, seconds in self.seconds.items()},
         }
@@ -629,9 +637,11 @@ class GRPOTrainer:
             sample |= {"reward": batch.scores[i].item(), "advantage": advantages[i].item()}
             self.run.write("samples.jsonl", step=step, **sample)
         eta = timedelta(seconds=round(sum(self.seconds.values()) * (self.total_steps - step)))
-        line = "Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} R:{reward:.2f} A:{advantage_abs:.2f} "
-        line += f"E:{{entropy:.3f}} LR:{{learning_rate:.2e}}  step {step}/{self.total_steps}, {eta} left"
-        self.run.log(line.format(epochs=NUM_EPOCHS, **metrics))
+        self.run.log(
+            f"Epoch {metrics['epoch']}/{NUM_EPOCHS}: PL:{metrics['policy_loss']:.4f} "
+            f"R:{metrics['reward']:.2f} A:{metrics['advantage_abs']:.2f} E:{metrics['entropy']:.3f} "
+            f"LR:{metrics['learning_rate']:.2e}  step {step}/{self.total_steps}, {eta} left"
+        )
 
     def response_metrics(self, batch):
         """Returns means over responses."""
@@ -678,7 +688,7 @@ class GRPOTrainer:
     def save(self):
         """Writes step_N/ if it is not there yet, removes old checkpoints and draws the plots."""
         folder = self.run.folder / f"step_{self.state.step}"
-        self.run.checkpoint = folder  # a second train() goes on
+        self.run.checkpoint = folder  # if train() is called again, it resumes from here
         if rank > 0 or folder.exists():
             return
         self.run.log(f"Saving {folder}")
@@ -711,8 +721,8 @@ class GRPOTrainer:
         if saved.get("trained") != self.trained_names():
             raise UserError("it trained other parameters, in another order, or by another optimizer")
         for name, optimizer in self.optimizers.items():
-            state = saved["optimizers"][name]["state"]  # not its rates: the constants of now decide
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+            moments = saved["optimizers"][name]["state"]  # rates and the like are those of the constants now
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
         for name, value in saved["state"].items():
             tensor = getattr(self.state, name, None)
             if torch.is_tensor(tensor):
@@ -725,8 +735,9 @@ class GRPOTrainer:
 
 
 def load_model(auto_class, path, is_trained=False):
-    """Returns a model in evaluation mode, in which it stays. Missing weights are an error. Linear layers that
-    are not trained, except the head, are stored in DTYPE: autocast would cast them at each call."""
+    """Returns a model in evaluation mode, in which it stays. Missing weights are an error. Linear
+    layers that are not trained, except the head, are stored in DTYPE: autocast would cast them at each
+    call."""
     options = {"output_loading_info": True, "dtype": torch.float32, "attn_implementation": ATTENTION}
     model, info = auto_class.from_pretrained(path, **options)
     missing = info["missing_keys"] | {key[0] for key in info["mismatched_keys"]}
@@ -800,9 +811,11 @@ def clip_and_step(optimizers, sums, run):
                 dist.all_reduce(parameter.grad)
         norms[f"{name}_grad_norm"] = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
     numbers = torch.stack([*sums.values(), *norms.values()]).tolist()  # here alone we wait for the device
-    metrics = Counter(dict(zip(norms, numbers[len(sums) :])))
-    for other_sums in all_gather(dict(zip(sums, numbers))):
-        metrics.update(other_sums)  # adds
+    sums_here = dict(zip(sums, numbers[: len(sums)]))
+    metrics = dict(zip(norms, numbers[len(sums) :]))
+    for sums_of_process in all_gather(sums_here):
+        for name, number in sums_of_process.items():
+            metrics[name] = metrics.get(name, 0.0) + number
     is_finite = all(map(math.isfinite, metrics.values()))
     for optimizer in optimizers.values():
         if is_finite:
@@ -814,8 +827,8 @@ def clip_and_step(optimizers, sums, run):
 
 
 def check_limits(model, ids, length):
-    """Refuses token ids that the model has no embedding for, and texts longer than its positions: on a GPU
-    they would end the process."""
+    """Refuses token ids that the model has no embedding for, and texts longer than its positions: on a
+    GPU they would end the process."""
     count = model.get_input_embeddings().num_embeddings
     if max(ids, default=0) >= count:
         raise UserError(f"{model.name_or_path} has {count} embeddings: too few for its tokenizer's ids")
@@ -828,8 +841,8 @@ def check_limits(model, ids, length):
 
 
 def find_end_ids(model, tokenizer):
-    """Returns the ids at which sampling stops, with which the model is saved: the token by which the chat
-    template ends a turn, the tokenizer's EOS, and those of the generation config."""
+    """Returns the ids at which sampling stops, with which the model is saved: the token by which the
+    chat template ends a turn, the tokenizer's EOS, and those of the generation config."""
     ends = [tokenizer.eos_token_id, *np.atleast_1d(model.generation_config.eos_token_id).tolist()]
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "xyzzy"}]
@@ -844,8 +857,8 @@ def find_end_ids(model, tokenizer):
 
 
 # ================================================================ sampling and scoring
-# Each distinct prompt is read once for all its rows (prefill). They continue from its keys and values: in the
-# rollout a token at a time (decode), in scoring all tokens at once, in the update with a gradient.
+# Each distinct prompt is read once for all its rows (prefill). They continue from its keys and values:
+# in the rollout a token at a time (decode), in scoring all tokens at once, in the update with a gradient.
 
 
 class Cache(transformers.DynamicCache):
@@ -886,9 +899,9 @@ def forward(model, ids, mask, cache=None):
 
 
 def head(model, output, hidden):
-    """Returns the logits (tokens, vocabulary) of hidden states (tokens, width), or the values (tokens, 1) of
-    a model with a head `score`, in float32. Some models scale or cap their logits, so the model's own
-    forward() computes them: for this call the rest of the model is replaced by its result."""
+    """Returns the logits (tokens, vocabulary) of hidden states (tokens, width), or the values (tokens,
+    1) of a model with a head `score`, in float32. Some models scale or cap their logits, so the model's
+    own forward() computes them: for this call the rest of the model is replaced by its result."""
     decoder = model.get_decoder()
     hidden = hidden.float()
     with torch.autocast(model.device.type, enabled=False):
@@ -910,8 +923,9 @@ def pad_left(rows, device):
 
 
 def prefill(model, prompts):
-    """Reads the distinct ones of `prompts`, a list of ids for each row. Returns the cache, the mask (rows, P)
-    and the model's output without its head, whose last_hidden_state (rows, 1, width) is that of the end."""
+    """Reads the distinct ones of `prompts`, a list of ids for each row. Returns the cache, the mask
+    (rows, P) and the model's output without its head, whose last_hidden_state (rows, 1, width) is that
+    of the end."""
     numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     rows = torch.tensor([numbers[tuple(prompt)] for prompt in prompts], device=model.device)
     ids, mask = pad_left(numbers, model.device)  # (distinct prompts, P)
@@ -925,10 +939,11 @@ def prefill(model, prompts):
 
 
 class Decoder:
-    """Reads prompts, then a token of each row at a time. self.logits (rows, vocabulary) predict the next.
+    """Reads prompts, then a token of each row at a time. self.logits (rows, vocabulary) predict the
+    next.
 
-    If all layers have full attention, a token is written into memory that does not move. There a GPU can run
-    the kernels of a token as one CUDA graph: launching them one by one takes longer than they run."""
+    If all layers have full attention, a token is written into memory that does not move. There a GPU
+    can run the kernels of a token as one CUDA graph: launching them one by one takes longer than they run."""
 
     def __init__(self, model, prompts):
         self.model = model
@@ -1023,9 +1038,10 @@ def generate(model, prompts, uniform, end_ids):
 
 
 def response_output(model, batch, rows):
-    """Returns the ids (rows, R) of the responses with the numbers `rows`, and the model's output without its
-    head, whose last_hidden_state (rows, R, width) stands before each of these tokens. What cannot continue
-    from a cache with a gradient, recomputed or recurrent layers, is read in whole sequences."""
+    """Returns the ids (rows, R) of the responses with the numbers `rows`, and the model's output
+    without its head, whose last_hidden_state (rows, R, width) stands before each of these tokens. What
+    cannot continue from a cache with a gradient, recomputed or recurrent layers, is read in whole
+    sequences."""
     prompts = [batch.rows[i]["ids"] for i in rows]
     ids = batch.ids[rows, : int(batch.lengths[rows].max())].to(model.device)
     is_recurrent = any(not isinstance(layer, DynamicLayer) for layer in Cache(config=model.config).layers)
@@ -1076,7 +1092,8 @@ def all_logprobs(model, batch):
 
 
 def micro_batches(batch, rows, size):
-    """Cuts row numbers into micro-batches, the longest first; groups of like length stand together."""
+    """Cuts row numbers into micro-batches. Groups go by their longest response, longest first: there is
+    little padding, and a group, whose prompt is read once, stays together."""
     longest = batch.lengths.view(len(batch.rows) // GROUP_SIZE, GROUP_SIZE).amax(1)  # of each group
     order = longest.repeat_interleave(GROUP_SIZE)[rows].argsort(descending=True, stable=True)
     return [micro for micro in rows[order].split(size) if len(micro) > 0]
@@ -1089,28 +1106,47 @@ def load_rows(specs, tokenizer):
     """Returns the rows of data sets, see make_row(), without prompts longer than MAX_PROMPT_TOKENS."""
     rows = []
     for position, spec in enumerate(specs, 1):
-        where = f"the data set {spec}"
+        number = 1  # of the record that is read
         try:
-            of_hub = {"name", "split"} if spec.get("type") == "hub" else set()
-            if not {"path", "type", "input"} <= spec.keys() <= {"path", "type", "input", "output"} | of_hub:
-                raise ValueError("the keys are path, type, input, output, and for hub also name, split")
-            for number, record in enumerate(read_records(spec), 1):
-                where = f"{position}/{Path(spec['path']).name}:{number}"
-                if None in record or not {spec["input"], spec.get("output", spec["input"])} <= record.keys():
-                    raise ValueError(f"{list(record)} lacks a column of {spec} (None: more fields)")
-                if spec["type"] in ("parquet", "hub"):  # they fill absent keys with None
-                    record[spec["input"]] = without_nulls(record[spec["input"]])
-                answer = record[spec["output"]] if "output" in spec else None
-                rows.append(make_row(tokenizer, record[spec["input"]], answer, where, record))
-                where = f"after {where}"  # if the next record cannot be read
+            check_keys(spec)
+            for record in read_records(spec):
+                row_id = f"{position}/{Path(spec['path']).name}:{number}"
+                prompt, answer = prompt_and_answer(spec, record)
+                rows.append(make_row(tokenizer, prompt, answer, row_id, record))
+                number += 1
         except Exception as error:  # the libraries raise many types
-            raise UserError(f"{where}: {type(error).__name__}: {first_line(error)}") from None
+            fault = f"{type(error).__name__}: {first_line(error)}"
+            raise UserError(f"{spec.get('path')}:{number}: {fault}") from None
     kept = [row for row in rows if len(row["ids"]) <= MAX_PROMPT_TOKENS]
     if len(kept) < len(rows) and rank == 0:
         print(f"left out {len(rows) - len(kept)} of {len(rows)} prompts, longer than MAX_PROMPT_TOKENS")
     if specs and not kept:
         raise UserError(f"no prompt of {specs} has at most MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS} tokens")
     return kept
+
+
+def check_keys(spec):
+    """Refuses a data set that lacks keys or has keys that nothing reads."""
+    allowed = {"path", "type", "input", "output"}
+    if spec.get("type") == "hub":
+        allowed |= {"name", "split"}
+    if not {"path", "type", "input"} <= spec.keys() <= allowed:
+        raise ValueError(
+            f"a data set has path, type, input, output, on the hub name, split; not {list(spec)}"
+        )
+
+
+def prompt_and_answer(spec, record):
+    """Returns what a record has in the columns that the data set names."""
+    if None in record:
+        raise ValueError("it has more fields than the header")  # csv.DictReader puts them under None
+    for key in ("input", "output"):
+        if key in spec and spec[key] not in record:
+            raise ValueError(f"it has the columns {list(record)}, but not {spec[key]!r}")
+    prompt = record[spec["input"]]
+    if spec["type"] in ("parquet", "hub"):
+        prompt = without_nulls(prompt)
+    return prompt, record.get(spec.get("output"))
 
 
 def read_records(spec):
@@ -1137,10 +1173,12 @@ def read_records(spec):
 
 
 def without_nulls(value):
-    """Returns a value without the None in its lists and dicts."""
+    """Returns a value without the None that parquet puts where a dict in it lacks a key of another."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
 
 
 def make_row(tokenizer, prompt, answer=None, row_id="the prompt", columns=None):
@@ -1174,8 +1212,8 @@ def read_message(message):
 
 
 def read_call(call):
-    """Returns a tool call with its arguments as a dict. Many data sets have their JSON, which a chat template
-    would write as a text in quotes."""
+    """Returns a tool call with its arguments as a dict. Many data sets have their JSON, which a chat
+    template would write as a text in quotes."""
     function = dict(call.get("function", call))
     if isinstance(function.get("arguments"), str):
         with suppress(json.JSONDecodeError):
@@ -1314,7 +1352,11 @@ def all_gather(value):
 
 def progress(items, unit):
     """Shows a progress bar on a terminal, which vanishes at the end."""
-    return tqdm(items, unit=f" {unit}", leave=False, file=sys.stdout, disable=None if rank == 0 else True)
+    if rank > 0:
+        return items
+    return tqdm(
+        items, unit=f" {unit}", leave=False, file=sys.stdout, disable=None
+    )  # None: no terminal, no bar
 
 
 # ================================================================ the run's files
@@ -1350,8 +1392,8 @@ class Run:
         print("\nStopping after this step, then saving; again stops at once", flush=True)
 
     def open(self, state, is_complete):
-        """Opens the logs and catches signals. A run that continues cuts the logs back to its checkpoint; if
-        no step is left, it is complete."""
+        """Opens the logs and catches signals. A run that continues cuts the logs back to its
+        checkpoint; if no step is left, it is complete."""
         self.outcome = "Nothing was left to do: complete" if is_complete else "Done"
         self.handlers = {}
         with suppress(ValueError):  # only the main thread gets signals
@@ -1380,8 +1422,9 @@ class Run:
             state.wandb_id = self.wandb.id
 
     def compare(self, state, is_complete):
-        """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights are
-        those of the checkpoint. Refuses a complete run that would end as if it had trained what changed."""
+        """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights
+        are those of the checkpoint. Refuses a complete run that would end as if it had trained what
+        changed."""
         if not self.checkpoint:
             return
         earlier = json.loads((self.checkpoint / "run.json").read_text())
@@ -1401,7 +1444,8 @@ class Run:
             raise UserError(f"complete at step {state.step}, but {'; '.join(changes)}: {hint}")
 
     def move_old_files(self, state, target):
-        """Moves what is later than the run's checkpoint, or all of an earlier run, to the folder `target`."""
+        """Moves files to the folder `target`: of a run that continues here later checkpoints, else
+        all of an earlier run. best/ goes with them, since it may be theirs."""
         config = self.folder / "training_config.json"
         is_own = self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve()
         if not is_own:
@@ -1415,10 +1459,11 @@ class Run:
         else:
             for pattern in "logs/*.jsonl logs/training_*.log *_metrics_*.png training_config.json".split():
                 stale += self.folder.glob(pattern)
-        if stale:  # best/ may be of a later step, or of the other run
+        if stale:
             state.best_score = -math.inf
             stale += [path.parent for path in self.folder.glob("best/*/config.json")]
-        for path in sorted(stale, key=config.__eq__):  # it goes last: a start without it moves nothing
+        stale.sort(key=lambda path: path == config)  # it goes last: a start without it moves nothing
+        for path in stale:
             moved = target / path.relative_to(self.folder)
             moved.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(path, moved)
@@ -1574,7 +1619,8 @@ def apply_overrides(arguments):
         if not isinstance(value, wanted) or text == "None":
             with suppress(ValueError, SyntaxError):
                 value = ast.literal_eval(text)
-        if type(value) is int and isinstance(0.0, wanted):
+        accepts_float = isinstance(0.0, wanted)
+        if type(value) is int and accepts_float:
             value = float(value)
         if not isinstance(value, wanted):
             raise UserError(f"{argument}: {key} takes a value such as {globals()[key]!r}")
@@ -1591,6 +1637,11 @@ def check_numbers(counts):
             raise UserError(f"{name} = {value!r} is not a number from {lowest} on (or too large)")
 
 
+def require(is_kept, rule):
+    if not is_kept:
+        raise UserError(f"a constant breaks a rule: {rule}")
+
+
 def check_constants():
     """Refuses values that would fail silently or late."""
     check_numbers(
@@ -1599,25 +1650,24 @@ def check_constants():
         "DECODE_BLOCK LOGIT_CHUNK"
     )
     losses = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo")
-    rules = {
-        "DTYPE is float32 or bfloat16": DTYPE in ("float32", "bfloat16"),
-        "LR_SCHEDULER_TYPE: linear, cosine, plateau": LR_SCHEDULER_TYPE in ("linear", "cosine", "plateau"),
-        f"LOSS_TYPE is one of {losses}": LOSS_TYPE in losses,
-        "SCALE_REWARDS is group, batch or none": SCALE_REWARDS in ("group", "batch", "none"),
-        "KL_ESTIMATOR is k2 or k3": KL_ESTIMATOR in ("k2", "k3"),
-        "TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM are above 0": min(TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM) > 0,
-        "GROUP_SIZE is at least 2": GROUP_SIZE >= 2,
-        "CLIP_RANGE_HIGH is None or above 0": CLIP_RANGE_HIGH != 0,
-        "PROMPT_TEMPLATE contains {input}": "{input}" in PROMPT_TEMPLATE,
-        "TRAIN_DATASETS has a data set": len(TRAIN_DATASETS) > 0,
-        "there is a REWARD_MODEL or a reward function": REWARD_MODEL or REWARD_FUNCTIONS,
-        "REFERENCE_MODEL needs KL_COEF > 0": KL_COEF > 0 or not REFERENCE_MODEL,
-        "REFERENCE_SYNC_STEPS needs KL_COEF > 0": KL_COEF > 0 or not REFERENCE_SYNC_STEPS,
-        "REFERENCE_SYNC_STEPS needs LORA_RANK = 0": LORA_RANK == 0 or not REFERENCE_SYNC_STEPS,
-    }
-    for rule, is_kept in rules.items():
-        if not is_kept:
-            raise UserError(f"a constant breaks a rule: {rule}")
+    schedules = ("linear", "cosine", "plateau")
+    above_zero = min(TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM)
+    require(DTYPE in ("float32", "bfloat16"), "DTYPE is float32 or bfloat16")
+    require(LR_SCHEDULER_TYPE in schedules, f"LR_SCHEDULER_TYPE is one of {schedules}")
+    require(LOSS_TYPE in losses, f"LOSS_TYPE is one of {losses}")
+    require(SCALE_REWARDS in ("group", "batch", "none"), "SCALE_REWARDS is group, batch or none")
+    require(KL_ESTIMATOR in ("k2", "k3"), "KL_ESTIMATOR is k2 or k3")
+    require(above_zero > 0, "TEMPERATURE, CLIP_RANGE and MAX_GRAD_NORM are above 0")
+    require(GROUP_SIZE >= 2, "GROUP_SIZE is at least 2")
+    require(CLIP_RANGE_HIGH != 0, "CLIP_RANGE_HIGH is None or above 0")
+    require("{input}" in PROMPT_TEMPLATE, "PROMPT_TEMPLATE contains {input}")
+    require(TRAIN_DATASETS, "TRAIN_DATASETS has a data set")
+    require(REWARD_MODEL or REWARD_FUNCTIONS, "there is a REWARD_MODEL or a reward function")
+    if KL_COEF == 0:
+        require(not REFERENCE_MODEL, "REFERENCE_MODEL needs KL_COEF > 0")
+        require(not REFERENCE_SYNC_STEPS, "REFERENCE_SYNC_STEPS needs KL_COEF > 0")
+    if REFERENCE_SYNC_STEPS:
+        require(LORA_RANK == 0, "REFERENCE_SYNC_STEPS needs LORA_RANK = 0")
 
 
 def train_main():

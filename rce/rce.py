@@ -10,18 +10,11 @@ As TAU goes to 0, this becomes best-of-n distillation. Unlike GRPO it needs no o
 may learn from candidates of any source, and it only pulls towards responses (all w >= 0). Take it to see and
 check the training data before you train, if scoring is slow, or if you have scored responses already.
 
-A cheap signal may choose the candidates that the reward functions then verify: the policy's log-probability
-of the candidate, or, if the data have gold answers,
-
-    gt_prob(y) = the probability that the policy, after the reasoning of y (what stands before its answer, up
-                 to and with the mark of ANSWER_FORM), writes a gold answer and ends; summed over gold answers
-
 Each of the ROUNDS does this, with further prompts:
 
     mine      propose the greedy response, beams, samples at several temperatures and, if wanted, the data's
-              own solution; merge equal ones; score all of them by the cheap signal; verify VERIFY_TOP and
-              VERIFY_RANDOM of each prompt by the reward functions (None: all). If these are all right or all
-              wrong, verify the prompt's others, too
+              own solution; merge equal ones; score them by the reward functions. If those are slow, a
+              pre-filter may choose what they score: see VERIFY_TOP
     check up  log what the candidates are worth; tools/check_up.py says more
     train     on the prompts whose candidates' rewards differ. Other prompts are for validation: best/ follows
               pick_accuracy, how often the policy's likeliest candidate of a prompt is right on them
@@ -63,9 +56,11 @@ import zlib
 from collections import Counter, defaultdict
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from dataclasses import dataclass, field, fields
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import chain, cycle, islice
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,8 +109,8 @@ DEVICE = "auto"  # auto | cpu | cuda | cuda:1
 ATTENTION: str | None = None  # sdpa | eager | flash_attention_2 (if installed); None: what the model has
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, slower
 
-# Data sets: {"path", "type": "jsonl" | "csv" | "parquet" | "hub", "input", "output"}; on the hub also "name"
-# and "split". "input" and "output" name columns; the input is a text or a list of chat messages
+# Data sets: {"path", "type": "jsonl" | "csv" | "parquet" | "hub", "input", "output"}; on the hub also
+# "name" and "split". "input" and "output" name columns; the input is a text or a list of chat messages
 TRAIN_DATASETS = [
     {"path": f"{ROOT}/data/tiny/train.jsonl", "type": "jsonl", "input": "problem", "output": "solution"},
     {"path": f"{ROOT}/data/tiny/train.parquet", "type": "parquet", "input": "problem", "output": "solution"},
@@ -126,14 +121,17 @@ SYSTEM_PROMPT: str | None = None  # put before prompts that have none; needs a c
 MAX_EVAL_PROMPTS: int | None = 200  # the first ones of each data set; None: all
 VALIDATION_FRACTION = 0.2  # of the prompts, chosen by their text, 0 to 1: never trained on
 
-# Rewards: a function is a name in rewards/, or one that you define above: f(prompts, responses, answers)
-# returns one number per response. Further parameters of f get the data columns of their names; response_ids
-# are the token ids with EOS. For a reward model define a function that calls it
+# Rewards: a function is a name in rewards/, or one that you define above: f(prompts, responses,
+# answers) returns one number per response. It may have more parameters: one with the name of a column
+# of the data gets that column, one value per response; response_ids gets the sampled token ids, with
+# EOS. For a reward model define a function that calls it
 REWARD_FUNCTIONS = [("exact_answer", 1.0), ("rouge_l", 0.0)]  # weights are those of evaluation's reward
 HARD_REWARD = "exact_answer"  # the part that is 1 for right and 0 for wrong candidates
 SOFT_REWARD = "rouge_l"  # the part that grades candidates, 0 to 1
 REWARD_MODE = "hard_only"  # what r is: a name in reward_modes below, or a function of yours like them
-ANSWER_FORM = "#### {answer}"  # how a response states its answer: where gt_prob puts the gold one
+# gt_prob, for the pre-filter and some modes: the probability that the policy, after the reasoning of a
+# response, writes a gold answer and ends. Reasoning is what stands before the answer in ANSWER_FORM
+ANSWER_FORM = "#### {answer}"
 ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is correct (evaluation)
 
 # Mining
@@ -142,9 +140,11 @@ BEAMS = 2  # responses of a beam search of this width; 0: none
 GROUP_SIZE = 13  # sampled responses per prompt, dealt out over SAMPLE_TEMPERATURES
 SAMPLE_TEMPERATURES = [0.6, 0.8, 1.0]  # each > 0
 INCLUDE_REFERENCE = False  # propose the data's own solution, if it has at most MAX_NEW_TOKENS tokens
-CHEAP_SIGNAL = "gt_prob"  # gt_prob | logprob: what candidates are ranked by before they are verified
-VERIFY_TOP: int | None = None  # how many of a prompt's best candidates are verified; None: all
-VERIFY_RANDOM = 2  # how many of the others are verified, at random
+# Pre-filter: only the VERIFY_TOP candidates of a prompt that rank highest and VERIFY_RANDOM others are
+# verified (scored by the reward functions); the rest, too, if these are all right or all wrong
+VERIFY_TOP: int | None = None  # None: all are verified
+VERIFY_RANDOM = 2
+PREFILTER = "gt_prob"  # gt_prob | logprob (of the candidate under the policy): by which they rank
 MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
 MAX_NEW_TOKENS = 64
 TEMPERATURE = 1.0  # > 0; in training, evaluation and all log-probabilities
@@ -152,8 +152,8 @@ EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
 
 # Optimisation
 BATCH_SIZE = 32  # prompts mined at a time
-# An optimizer step has the candidates of BATCH_SIZE times this many prompts. It does not cut the update into
-# backward passes, as the name says in other programs: MICRO_BATCH_ROWS does
+# An optimizer step has the candidates of BATCH_SIZE times this many prompts. It does not cut the update
+# into backward passes, as the name says in other programs: MICRO_BATCH_ROWS does
 GRADIENT_ACCUMULATION_STEPS = 1
 MICRO_BATCH_ROWS = 32  # responses per forward and backward pass; scoring takes four times as many
 LOGIT_CHUNK = 256  # tokens whose logits are held at a time; the backward pass computes them again
@@ -189,9 +189,9 @@ USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, 
 
 
 def sampling_logprobs(logits, temperature):
-    """Returns log-probabilities (..., vocabulary) at a temperature, a number or a tensor. Sampling, scoring
-    and training call it. For top-p and the like edit generate(): a token that is excluded here could never
-    be learnt."""
+    """Returns log-probabilities (..., vocabulary) at a temperature, a number or a tensor. Sampling,
+    scoring and training call it. For top-p and the like edit generate(): a token that is excluded here
+    could never be learnt."""
     return (logits.float() / temperature).log_softmax(-1)
 
 
@@ -217,33 +217,38 @@ def rce_loss(logprobs, mask, weights):
 
 
 def gold_probability(logprobs, start):
-    """Returns pi(a and what ends it | x, reasoning). logprobs (R,) of `start` tokens of reasoning, then a."""
+    """Returns pi(a and what ends it | x, reasoning) for a gold answer a. gt_prob is its sum over the
+    distinct gold answers. logprobs (R,) of `start` tokens of reasoning, then of a."""
     return logprobs[start:].double().sum().exp().item()
 
 
-def hybrid(hard, soft, gt_prob, score):
-    """Returns the mean of hard and the score, which is scaled to 0 to 1 within the prompt."""
-    return (hard + (score - score.min()) / (score.max() - score.min()).clamp(min=1e-8)) / 2
+def hybrid(hard, soft, gt_prob, logprob):
+    """Returns the mean of hard and the logprob, which is scaled to 0 to 1 within the prompt."""
+    scaled = (logprob - logprob.min()) / (logprob.max() - logprob.min()).clamp(min=1e-8)
+    return (hard + scaled) / 2
 
 
 # r of one prompt's candidates, (candidates,), from hard (0 or 1), soft and gt_prob (0 to 1) and the logprob
 reward_modes = {
-    "hard_only": lambda hard, soft, gt_prob, score: hard,
-    "soft_only": lambda hard, soft, gt_prob, score: soft,
-    "hard_plus_soft": lambda hard, soft, gt_prob, score: hard + soft,  # right and wrong ones can meet at 1
-    "separated": lambda hard, soft, gt_prob, score: 2 * hard + soft,  # right ones 2 to 3, wrong ones 0 to 1
-    "hard_plus_gtprob": lambda hard, soft, gt_prob, score: hard + gt_prob,
-    "hard_plus_gtprob_separated": lambda hard, soft, gt_prob, score: 2 * hard + gt_prob,
+    "hard_only": lambda hard, soft, gt_prob, logprob: hard,
+    "soft_only": lambda hard, soft, gt_prob, logprob: soft,
+    "hard_plus_soft": lambda hard, soft, gt_prob, logprob: hard + soft,  # right and wrong ones can meet at 1
+    "separated": lambda hard, soft, gt_prob, logprob: 2 * hard + soft,  # right: 2 to 3, wrong: 0 to 1
+    "hard_plus_gtprob": lambda hard, soft, gt_prob, logprob: hard + gt_prob,
+    "hard_plus_gtprob_separated": lambda hard, soft, gt_prob, logprob: 2 * hard + gt_prob,
     "hybrid": hybrid,
 }
 
 
 def shaped_rewards(candidates):
-    """Returns r of one prompt's candidates by REWARD_MODE, (candidates,), float64."""
-    names = ("hard", "soft", "gt_prob", "logprob")
-    columns = [np.array([candidate.get(name) for candidate in candidates], float) for name in names]
+    """Returns r of one prompt's candidates by REWARD_MODE, (candidates,), float64; NaN where the mode
+    reads what a candidate lacks."""
+    columns = []
+    for name in ("hard", "soft", "gt_prob", "logprob"):
+        values = [getattr(candidate, name) for candidate in candidates]
+        columns.append(torch.from_numpy(np.array(values, float)))
     mode = reward_modes.get(REWARD_MODE, REWARD_MODE)
-    return mode(*map(torch.from_numpy, columns))
+    return mode(*columns)
 
 
 def learning_rate_scale(steps_done, total, halvings):
@@ -259,8 +264,8 @@ def learning_rate_scale(steps_done, total, halvings):
 
 
 class RCETrainer:
-    """self.run has the files. self.state is what a checkpoint holds beside models and optimizers: you may add
-    numbers, texts, lists and tensors (of Python and torch: numpy's cannot be loaded again)."""
+    """self.run has the files. self.state is what a checkpoint holds beside models and optimizers: you
+    may add numbers, texts, lists and tensors (of Python and torch: numpy's cannot be loaded again)."""
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
@@ -301,8 +306,8 @@ class RCETrainer:
         warn_of_data(self.train_rows, self.eval_rows, {ACTOR_MODEL: self.tokenizer})
         longest = max(map(len, column(rows, "ids")))
         check_limits(self.actor, chain(self.end_ids, *column(rows, "ids")), longest + MAX_NEW_TOKENS)
-        if CHEAP_SIGNAL == "gt_prob" and None in column(self.train_rows, "answer"):
-            raise UserError('CHEAP_SIGNAL = "gt_prob" needs the key "output" of TRAIN_DATASETS')
+        if PREFILTER == "gt_prob" and None in column(self.train_rows, "answer"):
+            raise UserError('PREFILTER = "gt_prob" needs the key "output" of TRAIN_DATASETS')
         self.rounds = 1 if STAGE == "train" else ROUNDS
         self.total_steps = math.inf if MAX_STEPS is None else MAX_STEPS  # until prepare_round() knows better
         self.seconds = Counter()
@@ -320,8 +325,8 @@ class RCETrainer:
     # ------------------------------------------------------------ the algorithm
 
     def train(self):
-        """Mines, checks up and trains, round by round, until the last step, a signal, or patience ends it.
-        Returns the last evaluation."""
+        """Mines, checks up and trains, round by round, until the last step, a signal, or patience ends
+        it. Returns the last evaluation."""
         state = self.state
         is_mined = STAGE == "mine" and candidates_path(self.run.folder, 1).exists()
         is_complete = is_mined or state.round > self.rounds or self.is_over()
@@ -376,20 +381,21 @@ class RCETrainer:
                 shutil.copy(source, path)
 
     def prepare_round(self):
-        """Mines the round's candidates unless they are there, and plans its steps. Returns False if a signal
-        stopped the mining."""
+        """Mines the round's candidates unless they are there, and plans its steps. Returns False if a
+        signal stopped the mining."""
         state = self.state
         path = candidates_path(self.run.folder, state.round)
         if not all_gather(path.exists())[0] and not self.mine(path):
             return False
         groups = read_candidates(path, self.train_rows)
         first_round = read_candidates(candidates_path(self.run.folder, 1), self.train_rows)
-        self.validation_groups = [group for group in first_round if is_for_validation(group[0]["row"])]
-        groups_to_train = [group for group in groups if not is_for_validation(group[0]["row"])]
-        # Equal rewards do not say which candidate is better
-        self.train_groups = [
-            group for group in groups_to_train if np.ptp(shaped_rewards(group).numpy()) > 1e-6
-        ]
+        self.validation_groups = [group for group in first_round if is_for_validation(group[0].row)]
+        self.train_groups = []
+        for group in groups:
+            rewards = shaped_rewards(group)
+            is_equal = rewards.max() - rewards.min() <= 1e-6  # they do not say which candidate is better
+            if not is_equal and not is_for_validation(group[0].row):
+                self.train_groups.append(group)
         if state.round == 1 and not self.train_groups:
             raise UserError(f"{path}: no prompt to train on has two candidates of unequal rewards")
 
@@ -431,6 +437,7 @@ class RCETrainer:
         started = time.perf_counter()
         sums = Counter()
         micros = micro_batches(batch, torch.arange(len(batch.rows)), MICRO_BATCH_ROWS)
+        # All processes have the same list; each takes every world_size-th micro-batch
         for micro in progress(micros[rank::world_size], "micro-batches"):
             logprobs, entropy = logprobs_and_entropy(self.actor, batch, micro)
             mask = batch.mask[micro, : logprobs.shape[1]].to(self.device)
@@ -449,8 +456,9 @@ class RCETrainer:
 
     @torch.no_grad()
     def mine(self, path):
-        """Writes the candidates of this round into the file `path`, and returns True; False if a signal stops
-        it. Each BATCH_SIZE prompts have a file of their own until all are mined: a killed run continues."""
+        """Writes the candidates of this round into the file `path`, and returns True; False if a signal
+        stops it. Each BATCH_SIZE prompts have a file of their own until all are mined: a killed run
+        continues."""
         if STAGE == "train" or path == Path(CANDIDATES or "") or self.state.step > self.state.round_start:
             raise UserError(f"there is no file {path}: run STAGE=mine first, or correct CANDIDATES")
         # The next MINE_PROMPTS of a random order. Validation prompts are of use in the first round only
@@ -458,24 +466,23 @@ class RCETrainer:
         count = min(MINE_PROMPTS or len(order), len(order))
         rows = [self.train_rows[i] for i in order.roll(-count * (self.state.round - 1))[:count]]
         rows = [row for row in rows if self.state.round == 1 or not is_for_validation(row)]
-        files = []
         # Parts of another program, other data or other constants do not count
-        settings = {
-            name: x for name, x in constants().items() if name not in ("RESUME", "OUTPUT_DIR", "STAGE")
-        }
+        settings = constants()
+        for name in ("RESUME", "OUTPUT_DIR", "STAGE"):
+            del settings[name]
         settings = repr([settings, self.run.facts["text"], self.run.facts["data"]])
         mining = zlib.crc32(settings.encode())
+        files = []
         for first in range(0, len(rows), BATCH_SIZE):
             files.append(path.with_suffix(".parts") / f"{first:08d}_{mining}.parquet")
             if all_gather(files[-1].exists())[0]:
                 continue
             self.seed_step(first + 1)
-            candidates = self.mine_prompts(rows[first : first + BATCH_SIZE])
+            records = self.mine_prompts(rows[first : first + BATCH_SIZE])
             if rank == 0:
-                write_parquet(candidates, files[-1])
-            self.run.log(
-                f"Round {self.state.round}: mined {min(first + BATCH_SIZE, len(rows))} of {len(rows)} prompts"
-            )
+                write_parquet(records, files[-1])
+            num_mined = min(first + BATCH_SIZE, len(rows))
+            self.run.log(f"Round {self.state.round}: mined {num_mined} of {len(rows)} prompts")
             if self.is_over():
                 return False
         if rank == 0:
@@ -486,35 +493,33 @@ class RCETrainer:
         return True
 
     def mine_prompts(self, rows):
-        """Proposes candidates for some prompts, scores them by the cheap signal, and verifies some of them.
-        Every process draws the numbers for all prompts, and takes its share of them. Returns the candidates
-        of all processes, prompt after prompt."""
+        """Proposes candidates for some prompts, scores them for the pre-filter, and verifies them.
+        Every process draws the numbers for all prompts, and takes its share of them. Returns the
+        candidates of all processes as records of a file, prompt after prompt."""
         uniform = torch.rand(len(rows), GROUP_SIZE, MAX_NEW_TOKENS, generator=self.generator)
         groups = self.propose(share(rows), share(uniform))
         candidates = list(chain(*groups))
         logprobs = all_logprobs(self.actor, make_batch(candidates)).double().sum(1)
         for candidate, logprob in zip(candidates, logprobs.tolist()):
-            candidate["logprob"] = logprob
+            candidate.logprob = logprob
         self.score_gold(candidates)
         self.verify(list(chain(*map(choose_verified, groups))))
         # Right beside wrong candidates teach the most: verify all of a prompt where either is missing
         others = []
         for group in groups:
-            if not {0, 1} <= set(column(group, "hard")):
-                others += [c for c in group if c["eval_mode"] == "cheap"]
+            if not {0, 1} <= {candidate.hard for candidate in group}:
+                others += [candidate for candidate in group if candidate.eval_mode == "unverified"]
         self.verify(others)
-        errors = [c["eval_error"] for c in candidates if c["eval_failed"]]
+        errors = [candidate.eval_error for candidate in candidates if candidate.eval_mode == "failed"]
         if errors:
             self.run.log(f"WARNING: the reward failed for {len(errors)} candidates: {errors[0]}")
-        if errors and set(column(candidates, "hard")) == {None}:
+        if errors and len(errors) == len(candidates):
             raise UserError(f"the reward failed for all candidates: {errors[0]}")
-        for candidate in candidates:
-            del candidate["row"]
-        return list(chain(*all_gather(candidates)))
+        return list(chain(*all_gather(list(map(to_record, candidates)))))
 
     def propose(self, rows, uniform):
-        """Returns the candidates of each prompt, one list per prompt. Equal ones are merged and list their
-        sources. uniform (rows, GROUP_SIZE, MAX_NEW_TOKENS) decides the samples."""
+        """Returns the candidates of each prompt, one list per prompt. Equal ones are merged and list
+        their sources. uniform (rows, GROUP_SIZE, MAX_NEW_TOKENS) decides the samples."""
         greedy = self.respond(rows, None)
         difference = (all_logprobs(self.actor, greedy) - greedy.logprobs).sum(1).abs() / greedy.lengths
         if not difference.sum() <= len(rows) * {"float32": 1e-3, "bfloat16": 0.05}[DTYPE]:  # or it is NaN
@@ -538,104 +543,101 @@ class RCETrainer:
 
         groups = [{} for _ in rows]  # {token ids: candidate} of each prompt
         for i, ids, source, temperature in proposals:
-            is_cut = ids[-1] not in self.end_ids
-            new = {
-                "row": rows[i],
-                "prompt_id": rows[i]["id"],
-                "prompt": prompt_text(rows[i]),
-                "token_ids": ids,
-                "truncated": is_cut,
-                "text": self.tokenizer.decode(ids if is_cut else ids[:-1]),
-                "source": [],  # all that proposed it: greedy, beam, sample, reference
-                "temperature": [],  # of each source
-                "eval_mode": "cheap",  # then verified or failed
-                "eval_failed": False,
-                "eval_error": None,
-                "hard": None,  # rewards, once it is verified
-                "soft": None,
-            }
+            is_truncated = ids[-1] not in self.end_ids
+            text = self.tokenizer.decode(ids if is_truncated else ids[:-1])
+            new = Candidate(rows[i], ids, text, is_truncated)
             candidate = groups[i].setdefault(tuple(ids), new)
-            candidate["source"].append(source)
-            candidate["temperature"].append(temperature)
+            candidate.source.append(source)
+            candidate.temperature.append(temperature)
         return [list(group.values()) for group in groups]
 
     def score_gold(self, candidates):
         """Sets gt_prob of each candidate, None if its row has no answer."""
-        texts = {}  # the distinct reasonings, each with a gold answer, as make_batch() takes them
+        candidates_of = defaultdict(list)  # each distinct reasoning and gold answer, by ids
         for candidate in candidates:
-            row = candidate["row"]
-            candidate["gt_prob"] = None if row["answer"] is None else 0.0
+            row = candidate.row
+            if row["answer"] is None:
+                continue
+            candidate.gt_prob = 0.0
             reasoning, golds = gold_after_reasoning(
-                self.tokenizer, row["answer"] or [], candidate["text"], self.end_ids[0]
+                self.tokenizer, row["answer"], candidate.text, self.end_ids[0]
             )
             for gold in golds:
-                text = {"row": row, "token_ids": reasoning + gold, "start": len(reasoning), "candidates": []}
-                text = texts.setdefault((row["id"], *reasoning, *gold), text)
-                text["candidates"].append(candidate)
-        logprobs = all_logprobs(self.actor, make_batch(list(texts.values())))
-        for text, text_logprobs in zip(texts.values(), logprobs):
-            for candidate in text["candidates"]:
-                candidate["gt_prob"] += gold_probability(text_logprobs, text["start"])
+                candidates_of[row["id"], tuple(reasoning), tuple(gold)].append(candidate)
+        texts = []
+        for (_, reasoning, gold), same in candidates_of.items():
+            texts.append(Candidate(same[0].row, [*reasoning, *gold]))
+        logprobs = all_logprobs(self.actor, make_batch(texts))
+        for key, text_logprobs in zip(candidates_of, logprobs):
+            _, reasoning, _ = key
+            for candidate in candidates_of[key]:
+                candidate.gt_prob += gold_probability(text_logprobs, len(reasoning))
 
     def verify(self, candidates):
-        """Sets the rewards of candidates: hard, soft, and reward/NAME of each part. All are scored in one
-        call. If that raises, they are scored one by one, and those that raise are marked as failed."""
+        """Sets the rewards of candidates. All are scored in one call. If that raises, they are scored
+        one by one, and those that raise are marked as failed."""
         if not candidates:
             return
+        batch = SimpleNamespace(rows=[candidate.row for candidate in candidates])
+        batch.texts = [candidate.text for candidate in candidates]
+        batch.response_ids = [candidate.token_ids for candidate in candidates]
         try:
-            batch = SimpleNamespace(rows=column(candidates, "row"), texts=column(candidates, "text"))
-            batch.response_ids = column(candidates, "token_ids")
             self.score_responses(batch)
-            for i, candidate in enumerate(candidates):
-                parts = {name: values[i].item() for name, values in self.reward_parts.items()}
-                if not {HARD_REWARD, SOFT_REWARD} <= parts.keys():
-                    raise UserError(f"HARD_REWARD and SOFT_REWARD are not both among {', '.join(parts)}")
-                hard, soft = parts[HARD_REWARD], parts[SOFT_REWARD]
-                if hard not in (0, 1) or not 0 <= soft <= 1:
-                    raise UserError(f"HARD_REWARD gives 0 or 1, SOFT_REWARD 0 to 1, not {hard} and {soft}")
-                candidate |= {"hard": hard, "soft": soft, "eval_mode": "verified"}
-                candidate |= {f"reward/{name}": value for name, value in parts.items()}
         except UserError:
             raise
         except Exception as error:  # a reward function may raise anything
-            text = f"{type(error).__name__}: {first_line(error)}"
+            if len(candidates) == 1:
+                candidates[0].eval_mode = "failed"
+                candidates[0].eval_error = f"{type(error).__name__}: {first_line(error)}"
+                return
             for candidate in candidates:
-                if len(candidates) > 1:
-                    self.verify([candidate])
-                else:
-                    candidate |= {"eval_mode": "failed", "eval_failed": True, "eval_error": text}
+                self.verify([candidate])
+            return
+        if not {HARD_REWARD, SOFT_REWARD} <= self.reward_parts.keys():
+            names = ", ".join(self.reward_parts)
+            raise UserError(f"HARD_REWARD and SOFT_REWARD are not both among {names}")
+        for i, candidate in enumerate(candidates):
+            candidate.eval_mode = "verified"
+            candidate.rewards = {name: values[i].item() for name, values in self.reward_parts.items()}
+            candidate.hard = candidate.rewards[HARD_REWARD]
+            candidate.soft = candidate.rewards[SOFT_REWARD]
+            if candidate.hard not in (0, 1) or not 0 <= candidate.soft <= 1:
+                values = f"{candidate.hard} and {candidate.soft}"
+                raise UserError(f"HARD_REWARD gives 0 or 1, SOFT_REWARD 0 to 1, not {values}")
 
     # ------------------------------------------------------------ rewards
 
     def respond(self, rows, uniform, temperatures=None):
-        """Samples a response to each row of the data; uniform (rows, MAX_NEW_TOKENS) decides the tokens, None
-        takes the likeliest; temperatures (rows,) are TEMPERATURE if None. Returns a batch on the CPU: rows,
-        texts, response_ids (lists); truncated, lengths (rows,); ids, logprobs, mask (1: a token that the
-        policy sampled) (rows, R)."""
+        """Samples a response to each row of the data; uniform (rows, MAX_NEW_TOKENS) decides the
+        tokens, None takes the likeliest; temperatures (rows,) are TEMPERATURE if None. Returns a batch
+        on the CPU: rows, texts, response_ids (lists); truncated, lengths (rows,); ids, logprobs, mask
+        (1: a token that the policy sampled) (rows, R)."""
         batch = SimpleNamespace(rows=rows)
         batch.ids = torch.full((len(rows), MAX_NEW_TOKENS), self.end_ids[0])
         batch.logprobs = torch.zeros(batch.ids.shape)
         temperatures = torch.tensor(temperatures or [TEMPERATURE] * len(rows), device=self.device)
-        for first in range(0, len(rows), BATCH_SIZE * GROUP_SIZE):
+        for first in range(0, len(rows), BATCH_SIZE * GROUP_SIZE):  # the cache of more may not fit
             part = slice(first, first + BATCH_SIZE * GROUP_SIZE)
             numbers = None if uniform is None else uniform[part].to(self.device)
             with autocast(self.device):  # around all tokens, so that the weights are cast once
                 prompts = column(rows[part], "ids")
                 sampled = generate(self.actor, prompts, numbers, self.end_ids, temperatures[part])
             batch.ids[part], batch.logprobs[part] = sampled
-        is_end = torch.isin(batch.ids, torch.tensor(self.end_ids)).long()
-        ends_before = is_end.cumsum(1) - is_end
-        batch.mask = (ends_before == 0).float()  # up to the first end, which is included
+        is_end = torch.isin(batch.ids, torch.tensor(self.end_ids))
+        num_ends = is_end.cumsum(1)  # up to each token, itself included
+        is_first_end = is_end & (num_ends == 1)
+        batch.mask = ((num_ends == 0) | is_first_end).float()
         if not batch.logprobs.isfinite().all():
-            raise UserError(
-                "the policy's probabilities are not finite: lower LEARNING_RATE, RESUME an earlier step"
-            )
+            raise UserError("probabilities are not finite: lower LEARNING_RATE, RESUME an earlier step")
         batch.logprobs *= batch.mask
-        batch.truncated = (is_end * batch.mask).sum(1) == 0
+        batch.truncated = ~is_end.any(1)
         batch.lengths = batch.mask.sum(1).long()
-        batch.response_ids = [ids[:length] for ids, length in zip(batch.ids.tolist(), batch.lengths.tolist())]
-        pairs = zip(batch.response_ids, batch.truncated)  # texts keep special tokens, except the end
-        batch.texts = [self.tokenizer.decode(ids if is_cut else ids[:-1]) for ids, is_cut in pairs]
+        batch.response_ids, batch.texts = [], []
+        for ids, length, is_truncated in zip(batch.ids.tolist(), batch.lengths, batch.truncated):
+            ids = ids[:length]
+            batch.response_ids.append(ids)
+            without_end = ids if is_truncated else ids[:-1]
+            batch.texts.append(self.tokenizer.decode(without_end))  # other special tokens stay
         return batch
 
     def score_responses(self, batch):
@@ -646,8 +648,8 @@ class RCETrainer:
         batch.reward_parts = {name: torch.as_tensor(part) for name, part in self.reward_parts.items()}
 
     def compute_rewards(self, prompts, responses, answers, **columns):
-        """Returns the score of each response, (rows,). Edit or override freely. columns: response_ids, and
-        the columns of the data. What you put into self.reward_parts is logged as reward/<name>."""
+        """Returns the score of each response, (rows,). Edit or override freely. columns: response_ids,
+        and the columns of the data. What you put into self.reward_parts is logged as reward/<name>."""
         total = torch.zeros(len(responses))
         for name, function, weight in self.reward_functions:
             values = torch.tensor(call_reward(function, prompts, responses, answers, columns))
@@ -659,15 +661,15 @@ class RCETrainer:
 
     @torch.no_grad()
     def validate(self):
-        """Returns how often the policy's pick, its likeliest verified candidate, is right on the validation
-        prompts. It calls no reward function."""
+        """Returns how often the policy's pick, its likeliest verified candidate, is right on the
+        validation prompts. It calls no reward function."""
         if not self.validation_groups:
             return {}
         groups = share(self.validation_groups)
         logprobs = all_logprobs(self.actor, make_batch(list(chain(*groups)))).double().sum(1)
         hard = []
         for group, group_logprobs in zip(groups, logprobs.split(list(map(len, groups)))):
-            hard.append(group[group_logprobs.argmax()]["hard"])
+            hard.append(group[group_logprobs.argmax()].hard)
         return {"pick_accuracy": np.mean(list(chain(*all_gather(hard)))).item()}
 
     def evaluate(self, prompts=None, answers=None):
@@ -721,18 +723,17 @@ class RCETrainer:
         for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
             row, candidate = batch.rows[i], batch.candidates[i]
             sample = {name: row[name] for name in ("id", "prompt", "answer")}
-            sample |= {name: candidate.get(name) for name in ("source", "hard", "soft", "gt_prob")}
-            sample |= {
-                "response": candidate.get("text"),
-                "reward": batch.rewards[i].item(),
-                "weight": batch.weights[i].item(),
-            }
+            sample |= {name: getattr(candidate, name) for name in ("source", "hard", "soft", "gt_prob")}
+            sample |= {"response": candidate.text}
+            sample |= {"reward": batch.rewards[i].item(), "weight": batch.weights[i].item()}
             self.run.write("samples.jsonl", step=step, **sample)
-        line = "Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} R:{weighted_reward:.2f} "
-        line += "N:{effective_candidates:.1f} E:{entropy:.3f} LR:{learning_rate:.2e}"
         eta = timedelta(seconds=round(sum(self.seconds.values()) * (self.total_steps - step)))
-        line += f"  step {step}/{self.total_steps}, {eta} left"
-        self.run.log(line.format(epochs=NUM_EPOCHS * self.rounds, **metrics))
+        self.run.log(
+            f"Epoch {self.epoch}/{NUM_EPOCHS * self.rounds}: PL:{metrics['policy_loss']:.4f} "
+            f"R:{metrics['weighted_reward']:.2f} N:{metrics['effective_candidates']:.1f} "
+            f"E:{metrics['entropy']:.3f} LR:{metrics['learning_rate']:.2e}  "
+            f"step {step}/{self.total_steps}, {eta} left"
+        )
 
     def response_metrics(self, batch):
         """Returns means over responses."""
@@ -746,8 +747,8 @@ class RCETrainer:
         return metrics
 
     def log_evaluation(self, metrics):
-        """Logs what evaluate() returned. The policy with the highest pick_accuracy, or without validation
-        prompts the highest reward, is kept in best/."""
+        """Logs what evaluate() returned. The policy with the highest pick_accuracy, or without
+        validation prompts the highest reward, is kept in best/."""
         state = self.state
         state.evaluation = metrics
         if not metrics:
@@ -781,7 +782,7 @@ class RCETrainer:
     def save(self):
         """Writes step_N/ if it is not there yet, removes old checkpoints and draws the plots."""
         folder = self.run.folder / f"step_{self.state.step}"
-        self.run.checkpoint = folder  # a second train() goes on
+        self.run.checkpoint = folder  # if train() is called again, it resumes from here
         if rank > 0 or folder.exists():
             return
         self.run.log(f"Saving {folder}")
@@ -814,8 +815,8 @@ class RCETrainer:
         if saved.get("trained") != self.trained_names():
             raise UserError("it trained other parameters, in another order, or by another optimizer")
         for name, optimizer in self.optimizers.items():
-            state = saved["optimizers"][name]["state"]  # not its rates: the constants of now decide
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+            moments = saved["optimizers"][name]["state"]  # rates and the like are those of the constants now
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
         for name, value in saved["state"].items():
             tensor = getattr(self.state, name, None)
             if torch.is_tensor(tensor):
@@ -828,8 +829,9 @@ class RCETrainer:
 
 
 def load_model(auto_class, path, is_trained=False):
-    """Returns a model in evaluation mode, in which it stays. Missing weights are an error. Linear layers that
-    are not trained, except the head, are stored in DTYPE: autocast would cast them at each call."""
+    """Returns a model in evaluation mode, in which it stays. Missing weights are an error. Linear
+    layers that are not trained, except the head, are stored in DTYPE: autocast would cast them at each
+    call."""
     options = {"output_loading_info": True, "dtype": torch.float32, "attn_implementation": ATTENTION}
     model, info = auto_class.from_pretrained(path, **options)
     missing = info["missing_keys"] | {key[0] for key in info["mismatched_keys"]}
@@ -903,9 +905,11 @@ def clip_and_step(optimizers, sums, run):
                 dist.all_reduce(parameter.grad)
         norms[f"{name}_grad_norm"] = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
     numbers = torch.stack([*sums.values(), *norms.values()]).tolist()  # here alone we wait for the device
-    metrics = Counter(dict(zip(norms, numbers[len(sums) :])))
-    for other_sums in all_gather(dict(zip(sums, numbers))):
-        metrics.update(other_sums)  # adds
+    sums_here = dict(zip(sums, numbers[: len(sums)]))
+    metrics = dict(zip(norms, numbers[len(sums) :]))
+    for sums_of_process in all_gather(sums_here):
+        for name, number in sums_of_process.items():
+            metrics[name] = metrics.get(name, 0.0) + number
     is_finite = all(map(math.isfinite, metrics.values()))
     for optimizer in optimizers.values():
         if is_finite:
@@ -917,8 +921,8 @@ def clip_and_step(optimizers, sums, run):
 
 
 def check_limits(model, ids, length):
-    """Refuses token ids that the model has no embedding for, and texts longer than its positions: on a GPU
-    they would end the process."""
+    """Refuses token ids that the model has no embedding for, and texts longer than its positions: on a
+    GPU they would end the process."""
     count = model.get_input_embeddings().num_embeddings
     if max(ids, default=0) >= count:
         raise UserError(f"{model.name_or_path} has {count} embeddings: too few for its tokenizer's ids")
@@ -931,8 +935,8 @@ def check_limits(model, ids, length):
 
 
 def find_end_ids(model, tokenizer):
-    """Returns the ids at which sampling stops, with which the model is saved: the token by which the chat
-    template ends a turn, the tokenizer's EOS, and those of the generation config."""
+    """Returns the ids at which sampling stops, with which the model is saved: the token by which the
+    chat template ends a turn, the tokenizer's EOS, and those of the generation config."""
     ends = [tokenizer.eos_token_id, *np.atleast_1d(model.generation_config.eos_token_id).tolist()]
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "xyzzy"}]
@@ -947,8 +951,8 @@ def find_end_ids(model, tokenizer):
 
 
 # ================================================================ sampling and scoring
-# Each distinct prompt is read once for all its rows (prefill). They continue from its keys and values: in the
-# rollout a token at a time (decode), in scoring all tokens at once, in the update with a gradient.
+# Each distinct prompt is read once for all its rows (prefill). They continue from its keys and values:
+# in the rollout a token at a time (decode), in scoring all tokens at once, in the update with a gradient.
 
 
 class Cache(transformers.DynamicCache):
@@ -989,9 +993,9 @@ def forward(model, ids, mask, cache=None):
 
 
 def head(model, output, hidden):
-    """Returns the logits (tokens, vocabulary) of hidden states (tokens, width), or the values (tokens, 1) of
-    a model with a head `score`, in float32. Some models scale or cap their logits, so the model's own
-    forward() computes them: for this call the rest of the model is replaced by its result."""
+    """Returns the logits (tokens, vocabulary) of hidden states (tokens, width), or the values (tokens,
+    1) of a model with a head `score`, in float32. Some models scale or cap their logits, so the model's
+    own forward() computes them: for this call the rest of the model is replaced by its result."""
     decoder = model.get_decoder()
     hidden = hidden.float()
     with torch.autocast(model.device.type, enabled=False):
@@ -1013,8 +1017,9 @@ def pad_left(rows, device):
 
 
 def prefill(model, prompts):
-    """Reads the distinct ones of `prompts`, a list of ids for each row. Returns the cache, the mask (rows, P)
-    and the model's output without its head, whose last_hidden_state (rows, 1, width) is that of the end."""
+    """Reads the distinct ones of `prompts`, a list of ids for each row. Returns the cache, the mask
+    (rows, P) and the model's output without its head, whose last_hidden_state (rows, 1, width) is that
+    of the end."""
     numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     rows = torch.tensor([numbers[tuple(prompt)] for prompt in prompts], device=model.device)
     ids, mask = pad_left(numbers, model.device)  # (distinct prompts, P)
@@ -1028,10 +1033,11 @@ def prefill(model, prompts):
 
 
 class Decoder:
-    """Reads prompts, then a token of each row at a time. self.logits (rows, vocabulary) predict the next.
+    """Reads prompts, then a token of each row at a time. self.logits (rows, vocabulary) predict the
+    next.
 
-    If all layers have full attention, a token is written into memory that does not move. There a GPU can run
-    the kernels of a token as one CUDA graph: launching them one by one takes longer than they run."""
+    If all layers have full attention, a token is written into memory that does not move. There a GPU
+    can run the kernels of a token as one CUDA graph: launching them one by one takes longer than they run."""
 
     def __init__(self, model, prompts):
         self.model = model
@@ -1126,9 +1132,10 @@ def generate(model, prompts, uniform, end_ids, temperatures):
 
 
 def response_output(model, batch, rows):
-    """Returns the ids (rows, R) of the responses with the numbers `rows`, and the model's output without its
-    head, whose last_hidden_state (rows, R, width) stands before each of these tokens. What cannot continue
-    from a cache with a gradient, recomputed or recurrent layers, is read in whole sequences."""
+    """Returns the ids (rows, R) of the responses with the numbers `rows`, and the model's output
+    without its head, whose last_hidden_state (rows, R, width) stands before each of these tokens. What
+    cannot continue from a cache with a gradient, recomputed or recurrent layers, is read in whole
+    sequences."""
     prompts = [batch.rows[i]["ids"] for i in rows]
     ids = batch.ids[rows, : int(batch.lengths[rows].max())].to(model.device)
     is_recurrent = any(not isinstance(layer, DynamicLayer) for layer in Cache(config=model.config).layers)
@@ -1179,22 +1186,21 @@ def all_logprobs(model, batch):
 
 
 def make_batch(candidates):
-    """Returns a batch, as respond() does, of candidates, dicts with row and token_ids: candidates, rows
-    (lists), lengths (rows,), ids and mask (rows, R)."""
-    batch = SimpleNamespace(candidates=candidates, rows=column(candidates, "row"))
-    batch.lengths = torch.tensor([len(candidate["token_ids"]) for candidate in candidates]).long()
+    """Returns a batch, as respond() does, of candidates: candidates, rows (lists), lengths (rows,), ids
+    and mask (rows, R)."""
+    batch = SimpleNamespace(candidates=candidates, rows=[candidate.row for candidate in candidates])
+    batch.lengths = torch.tensor([len(candidate.token_ids) for candidate in candidates]).long()
     width = max(batch.lengths.tolist(), default=0)
-    padded = [
-        candidate["token_ids"] + [0] * (width - len(candidate["token_ids"])) for candidate in candidates
-    ]
-    batch.ids = torch.tensor(padded).view(len(candidates), width).long()
+    batch.ids = torch.zeros(len(candidates), width, dtype=torch.long)
+    for ids, candidate in zip(batch.ids, candidates):
+        ids[: len(candidate.token_ids)] = torch.tensor(candidate.token_ids)
     batch.mask = (torch.arange(width) < batch.lengths.unsqueeze(1)).float()
     return batch
 
 
 def micro_batches(batch, rows, size):
-    """Cuts row numbers into micro-batches, the longest first. A prompt's rows stand together, and prompts
-    whose longest responses are alike: less padding."""
+    """Cuts row numbers into micro-batches, the longest first. A prompt's rows stand together, and
+    prompts whose longest responses are alike: less padding."""
     longest = Counter()  # of each prompt
     for row, length in zip(batch.rows, batch.lengths.tolist()):
         longest[row["id"]] = max(longest[row["id"]], length)
@@ -1205,10 +1211,38 @@ def micro_batches(batch, rows, size):
 # ================================================================ candidates
 
 
+@dataclass
+class Candidate:
+    """A response that is proposed for a prompt."""
+
+    row: dict  # of the data
+    token_ids: list  # with the end
+    text: str = ""
+    truncated: bool = False  # it was cut at MAX_NEW_TOKENS
+    source: list = field(default_factory=list)  # all that proposed it: greedy, beam, sample, reference
+    temperature: list = field(default_factory=list)  # of each source, None but for samples
+    logprob: float | None = None  # under the policy that mined it
+    gt_prob: float | None = None
+    eval_mode: str = "unverified"  # then verified or failed
+    eval_error: str | None = None
+    hard: float | None = None  # rewards, once it is verified
+    soft: float | None = None
+    rewards: dict = field(default_factory=dict)  # of each reward function
+
+
+def to_record(candidate):
+    """Returns what a file of candidates has of one: its fields, but prompt and prompt_id in place of
+    the row, and reward/NAME for each reward."""
+    record = {"prompt_id": candidate.row["id"], "prompt": prompt_text(candidate.row), **vars(candidate)}
+    del record["row"], record["rewards"]
+    record["eval_failed"] = candidate.eval_mode == "failed"
+    return record | {f"reward/{name}": value for name, value in candidate.rewards.items()}
+
+
 @torch.no_grad()
 def beam_search(model, prompts, end_ids):
-    """Returns BEAMS responses per prompt, lists of ids through their end: the likeliest that a search of this
-    width finds."""
+    """Returns BEAMS responses per prompt, lists of ids through their end: the likeliest that a search
+    of this width finds."""
     if not BEAMS or not prompts:
         return []
     decoder = Decoder(model, prompts)
@@ -1229,16 +1263,18 @@ def beam_search(model, prompts, end_ids):
         parents = (first_beams + best // logprobs.shape[1]).flatten()
         decoder.select(parents)
         ids = torch.cat([ids[parents], (best % logprobs.shape[1]).view(-1, 1)], 1)
-    is_end = torch.isin(ids, ends).long()
-    ends_before = is_end.cumsum(1) - is_end
-    lengths = (ends_before == 0).sum(1).tolist()  # through the first end
-    return [response[:length] for response, length in zip(ids.tolist(), lengths)]
+    responses = []
+    for response in ids.tolist():
+        length = next((t for t, token in enumerate(response, 1) if token in end_ids), len(response))
+        responses.append(response[:length])  # through the first end
+    return responses
 
 
 def gold_after_reasoning(tokenizer, answer, response, end_id):
-    """Returns the reasoning of a response as ids, and the distinct gold answers after it, lists of ids. With
-    ANSWER_FORM = "#### {answer}" these are, say, "2 + 3 = 6\\n####" and " 5<eos>". What ends a gold answer is
-    the rest of ANSWER_FORM, else EOS: so none is the beginning of another, and probabilities add up."""
+    """Returns the reasoning of a response as ids, and the distinct gold answers after it, lists of ids.
+    With ANSWER_FORM = "#### {answer}" these are, say, "2 + 3 = 6\\n####" and " 5<eos>". What ends a
+    gold answer is the rest of ANSWER_FORM, else EOS: so none is the beginning of another, and
+    probabilities add up."""
     mark, rest = ANSWER_FORM.split("{answer}")
     mark = mark.rstrip()
     golds = dict.fromkeys(gold.strip() for gold in gold_answers(answer) if gold.strip())
@@ -1247,20 +1283,20 @@ def gold_after_reasoning(tokenizer, answer, response, end_id):
         text = response.rpartition(mark)[0] if mark in response else response + "\n"
     texts = [text + mark, *(text + ANSWER_FORM.replace("{answer}", gold) for gold in golds)]
     all_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    # A token may hold the end of the mark and the beginning of an answer, as "{-" of "\boxed{-5}" does. The
-    # reasoning ends before it for all gold answers
+    # A token may hold the end of the mark and the beginning of an answer, as "{-" of "\boxed{-5}" does.
+    # The reasoning ends before it for all gold answers
     border = min(len(os.path.commonprefix([all_ids[0], ids])) for ids in all_ids)
     end = [] if rest else [end_id]
     return all_ids[0][:border], [ids[border:] + end for ids in all_ids[1:]]
 
 
 def choose_verified(group):
-    """Returns the candidates of a prompt that are verified first: the best VERIFY_TOP by CHEAP_SIGNAL, and
+    """Returns the candidates of a prompt that are verified first: the best VERIFY_TOP by PREFILTER, and
     VERIFY_RANDOM of the others."""
-    ranked = sorted(group, key=lambda candidate: -candidate[CHEAP_SIGNAL])  # ties stay as proposed
+    ranked = sorted(group, key=attrgetter(PREFILTER), reverse=True)  # ties stay as proposed
     best = ranked[:VERIFY_TOP]
     others = ranked[len(best) :]
-    generator = random.Random(f"{SEED} {group[0]['prompt_id']}")
+    generator = random.Random(f"{SEED} {group[0].row['id']}")
     return best + generator.sample(others, min(VERIFY_RANDOM, len(others)))
 
 
@@ -1282,9 +1318,11 @@ def check_up(groups):
     values = defaultdict(list)
     for group in groups:
         for candidate in group:
-            for source, temperature in zip(candidate["source"], candidate["temperature"]):
-                values[f"accuracy/{source}_{temperature}".removesuffix("_None")].append(candidate["hard"])
-        hard, rewards = column(group, "hard"), shaped_rewards(group)
+            for source, temperature in zip(candidate.source, candidate.temperature):
+                name = f"accuracy/{source}" if temperature is None else f"accuracy/{source}_{temperature}"
+                values[name].append(candidate.hard)
+        hard = [candidate.hard for candidate in group]
+        rewards = shaped_rewards(group)
         values["best_of_n_accuracy"].append(max(hard))
         values["mixed_prompts"].append(max(hard) > min(hard))
         values["reward_spread"].append((rewards.max() - rewards.min()).item())
@@ -1297,28 +1335,28 @@ def candidates_path(folder, number):
     return Path(CANDIDATES) if CANDIDATES and number == 1 else folder / f"candidates_round_{number}.parquet"
 
 
-def write_parquet(candidates, path):
-    """Writes candidates, one per row. The file is there whole or not at all."""
-    names = dict.fromkeys(chain(*candidates))
-    table = pyarrow.Table.from_pylist([dict.fromkeys(names) | candidate for candidate in candidates])
+def write_parquet(records, path):
+    """Writes records of candidates. The file is there whole or not at all."""
+    names = dict.fromkeys(chain(*records))
+    table = pyarrow.Table.from_pylist([dict.fromkeys(names) | record for record in records])
     path.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(table, path.with_suffix(".tmp"))
     path.with_suffix(".tmp").rename(path)
 
 
 def read_candidates(path, rows):
-    """Returns the verified candidates in a file, a list per prompt. It may come from elsewhere (CANDIDATES):
-    it needs prompt_id, prompt, token_ids, hard, and what REWARD_MODE reads."""
+    """Returns the verified candidates in a file, a list per prompt. It may come from elsewhere
+    (CANDIDATES): it needs prompt_id, prompt, token_ids, hard, and what REWARD_MODE reads."""
     row_of = {(row["id"], prompt_text(row)): row for row in rows}
+    names = [x.name for x in fields(Candidate) if x.name not in ("row", "rewards")]
     groups = defaultdict(list)
     for record in pyarrow.parquet.read_table(path).to_pylist():
         row = row_of.get((record["prompt_id"], record["prompt"]))
         if row is None:
-            raise UserError(
-                f"{path} does not fit TRAIN_DATASETS, which lack its prompt {record['prompt_id']}"
-            )
+            raise UserError(f"{path} has a prompt that TRAIN_DATASETS lack: {record['prompt_id']}")
         if record["hard"] is not None and not record.get("eval_failed"):
-            groups[row["id"]].append({"source": [], "temperature": [], "row": row} | record)
+            known = {name: record[name] for name in names if name in record}
+            groups[row["id"]].append(Candidate(row, **known))
     return list(groups.values())
 
 
@@ -1329,28 +1367,47 @@ def load_rows(specs, tokenizer):
     """Returns the rows of data sets, see make_row(), without prompts longer than MAX_PROMPT_TOKENS."""
     rows = []
     for position, spec in enumerate(specs, 1):
-        where = f"the data set {spec}"
+        number = 1  # of the record that is read
         try:
-            of_hub = {"name", "split"} if spec.get("type") == "hub" else set()
-            if not {"path", "type", "input"} <= spec.keys() <= {"path", "type", "input", "output"} | of_hub:
-                raise ValueError("the keys are path, type, input, output, and for hub also name, split")
-            for number, record in enumerate(read_records(spec), 1):
-                where = f"{position}/{Path(spec['path']).name}:{number}"
-                if None in record or not {spec["input"], spec.get("output", spec["input"])} <= record.keys():
-                    raise ValueError(f"{list(record)} lacks a column of {spec} (None: more fields)")
-                if spec["type"] in ("parquet", "hub"):  # they fill absent keys with None
-                    record[spec["input"]] = without_nulls(record[spec["input"]])
-                answer = record[spec["output"]] if "output" in spec else None
-                rows.append(make_row(tokenizer, record[spec["input"]], answer, where, record))
-                where = f"after {where}"  # if the next record cannot be read
+            check_keys(spec)
+            for record in read_records(spec):
+                row_id = f"{position}/{Path(spec['path']).name}:{number}"
+                prompt, answer = prompt_and_answer(spec, record)
+                rows.append(make_row(tokenizer, prompt, answer, row_id, record))
+                number += 1
         except Exception as error:  # the libraries raise many types
-            raise UserError(f"{where}: {type(error).__name__}: {first_line(error)}") from None
+            fault = f"{type(error).__name__}: {first_line(error)}"
+            raise UserError(f"{spec.get('path')}:{number}: {fault}") from None
     kept = [row for row in rows if len(row["ids"]) <= MAX_PROMPT_TOKENS]
     if len(kept) < len(rows) and rank == 0:
         print(f"left out {len(rows) - len(kept)} of {len(rows)} prompts, longer than MAX_PROMPT_TOKENS")
     if specs and not kept:
         raise UserError(f"no prompt of {specs} has at most MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS} tokens")
     return kept
+
+
+def check_keys(spec):
+    """Refuses a data set that lacks keys or has keys that nothing reads."""
+    allowed = {"path", "type", "input", "output"}
+    if spec.get("type") == "hub":
+        allowed |= {"name", "split"}
+    if not {"path", "type", "input"} <= spec.keys() <= allowed:
+        raise ValueError(
+            f"a data set has path, type, input, output, on the hub name, split; not {list(spec)}"
+        )
+
+
+def prompt_and_answer(spec, record):
+    """Returns what a record has in the columns that the data set names."""
+    if None in record:
+        raise ValueError("it has more fields than the header")  # csv.DictReader puts them under None
+    for key in ("input", "output"):
+        if key in spec and spec[key] not in record:
+            raise ValueError(f"it has the columns {list(record)}, but not {spec[key]!r}")
+    prompt = record[spec["input"]]
+    if spec["type"] in ("parquet", "hub"):
+        prompt = without_nulls(prompt)
+    return prompt, record.get(spec.get("output"))
 
 
 def read_records(spec):
@@ -1377,10 +1434,12 @@ def read_records(spec):
 
 
 def without_nulls(value):
-    """Returns a value without the None in its lists and dicts."""
+    """Returns a value without the None that parquet puts where a dict in it lacks a key of another."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
 
 
 def make_row(tokenizer, prompt, answer=None, row_id="the prompt", columns=None):
@@ -1414,8 +1473,8 @@ def read_message(message):
 
 
 def read_call(call):
-    """Returns a tool call with its arguments as a dict. Many data sets have their JSON, which a chat template
-    would write as a text in quotes."""
+    """Returns a tool call with its arguments as a dict. Many data sets have their JSON, which a chat
+    template would write as a text in quotes."""
     function = dict(call.get("function", call))
     if isinstance(function.get("arguments"), str):
         with suppress(json.JSONDecodeError):
@@ -1554,7 +1613,11 @@ def all_gather(value):
 
 def progress(items, unit):
     """Shows a progress bar on a terminal, which vanishes at the end."""
-    return tqdm(items, unit=f" {unit}", leave=False, file=sys.stdout, disable=None if rank == 0 else True)
+    if rank > 0:
+        return items
+    return tqdm(
+        items, unit=f" {unit}", leave=False, file=sys.stdout, disable=None
+    )  # None: no terminal, no bar
 
 
 # ================================================================ the run's files
@@ -1590,8 +1653,8 @@ class Run:
         print("\nStopping after this step, then saving; again stops at once", flush=True)
 
     def open(self, state, is_complete):
-        """Opens the logs and catches signals. A run that continues cuts the logs back to its checkpoint; if
-        no step is left, it is complete."""
+        """Opens the logs and catches signals. A run that continues cuts the logs back to its
+        checkpoint; if no step is left, it is complete."""
         self.outcome = "Nothing was left to do: complete" if is_complete else "Done"
         self.handlers = {}
         with suppress(ValueError):  # only the main thread gets signals
@@ -1620,8 +1683,9 @@ class Run:
             state.wandb_id = self.wandb.id
 
     def compare(self, state, is_complete):
-        """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights are
-        those of the checkpoint. Refuses a complete run that would end as if it had trained what changed."""
+        """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights
+        are those of the checkpoint. Refuses a complete run that would end as if it had trained what
+        changed."""
         if not self.checkpoint:
             return
         earlier = json.loads((self.checkpoint / "run.json").read_text())
@@ -1641,8 +1705,8 @@ class Run:
             raise UserError(f"complete at step {state.step}, but {'; '.join(changes)}: {hint}")
 
     def move_old_files(self, state, target):
-        """Moves checkpoints and candidates that are later than the run's into the folder `target`, and for a
-        new run all files of an earlier one. Files that no run wrote stay."""
+        """Moves checkpoints and candidates that are later than the run's into the folder `target`, and
+        for a new run all files of an earlier one. Files that no run wrote stay."""
         config = self.folder / "training_config.json"
         is_own = self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve()
         if not is_own:
@@ -1661,7 +1725,7 @@ class Run:
             stale += [path for path, number in mined.items() if STAGE != "train" or number > 1]
             for pattern in "logs/*.jsonl logs/training_*.log *_metrics_*.png training_config.json".split():
                 stale += self.folder.glob(pattern)
-        if stale:  # best/ may be of a later step, or of the other run
+        if stale:
             state.best_score = -math.inf
             stale += [path.parent for path in self.folder.glob("best/*/config.json")]
         for path in sorted(stale, key=config.__eq__):  # it goes last: a start without it moves nothing
@@ -1820,7 +1884,8 @@ def apply_overrides(arguments):
         if not isinstance(value, wanted) or text == "None":
             with suppress(ValueError, SyntaxError):
                 value = ast.literal_eval(text)
-        if type(value) is int and isinstance(0.0, wanted):
+        accepts_float = isinstance(0.0, wanted)
+        if type(value) is int and accepts_float:
             value = float(value)
         if not isinstance(value, wanted):
             raise UserError(f"{argument}: {key} takes a value such as {globals()[key]!r}")
@@ -1837,6 +1902,11 @@ def check_numbers(counts):
             raise UserError(f"{name} = {value!r} is not a number from {lowest} on (or too large)")
 
 
+def require(is_kept, rule):
+    if not is_kept:
+        raise UserError(f"a constant breaks a rule: {rule}")
+
+
 def check_constants():
     """Refuses values that would fail silently or late."""
     check_numbers(
@@ -1844,28 +1914,23 @@ def check_constants():
         "EVAL_SAMPLES MAX_NEW_TOKENS NUM_EPOCHS MAX_STEPS KEEP_LAST_N_CHECKPOINTS MAX_EVAL_PROMPTS "
         "VERIFY_TOP DECODE_BLOCK LOGIT_CHUNK"
     )
-    temperatures = (TAU, TAU if TAU_END is None else TAU_END, TEMPERATURE, *SAMPLE_TEMPERATURES)
-    rules = {
-        "STAGE is all, mine or train": STAGE in ("all", "mine", "train"),
-        "DTYPE is float32 or bfloat16": DTYPE in ("float32", "bfloat16"),
-        "LR_SCHEDULER_TYPE: linear, cosine, plateau": LR_SCHEDULER_TYPE in ("linear", "cosine", "plateau"),
-        "CHEAP_SIGNAL is gt_prob or logprob": CHEAP_SIGNAL in ("gt_prob", "logprob"),
-        "WEIGHT_REWARDS is raw or zscore": WEIGHT_REWARDS in ("raw", "zscore"),
-        f"REWARD_MODE is a function or one of {', '.join(reward_modes)}": callable(REWARD_MODE)
-        or REWARD_MODE in reward_modes,
-        "TAU, TAU_END, TEMPERATURE and SAMPLE_TEMPERATURES are above 0": min(temperatures) > 0,
-        "MAX_GRAD_NORM is above 0": MAX_GRAD_NORM > 0,
-        "VALIDATION_FRACTION is at least 0 and below 1": 0 <= VALIDATION_FRACTION < 1,
-        "PROMPT_TEMPLATE contains {input}": "{input}" in PROMPT_TEMPLATE,
-        "TRAIN_DATASETS has a data set": len(TRAIN_DATASETS) > 0,
-        "ANSWER_FORM contains {answer} once": ANSWER_FORM.count("{answer}") == 1,
-        "there is a reward function": REWARD_FUNCTIONS,
-        "GROUP_SIZE is at least 1": GROUP_SIZE >= 1,
-        "SAMPLE_TEMPERATURES is not empty": SAMPLE_TEMPERATURES,
-    }
-    for rule, is_kept in rules.items():
-        if not is_kept:
-            raise UserError(f"a constant breaks a rule: {rule}")
+    schedules = ("linear", "cosine", "plateau")
+    is_mode = callable(REWARD_MODE) or REWARD_MODE in reward_modes
+    above_zero = [TAU, TAU if TAU_END is None else TAU_END, TEMPERATURE, *SAMPLE_TEMPERATURES]
+    require(STAGE in ("all", "mine", "train"), "STAGE is all, mine or train")
+    require(DTYPE in ("float32", "bfloat16"), "DTYPE is float32 or bfloat16")
+    require(LR_SCHEDULER_TYPE in schedules, f"LR_SCHEDULER_TYPE is one of {schedules}")
+    require(PREFILTER in ("gt_prob", "logprob"), "PREFILTER is gt_prob or logprob")
+    require(WEIGHT_REWARDS in ("raw", "zscore"), "WEIGHT_REWARDS is raw or zscore")
+    require(is_mode, f"REWARD_MODE is a function or one of {', '.join(reward_modes)}")
+    require(min(above_zero) > 0, "TAU, TAU_END, TEMPERATURE and SAMPLE_TEMPERATURES are above 0")
+    require(SAMPLE_TEMPERATURES, "SAMPLE_TEMPERATURES is not empty")
+    require(MAX_GRAD_NORM > 0, "MAX_GRAD_NORM is above 0")
+    require(0 <= VALIDATION_FRACTION < 1, "VALIDATION_FRACTION is at least 0 and below 1")
+    require("{input}" in PROMPT_TEMPLATE, "PROMPT_TEMPLATE contains {input}")
+    require(TRAIN_DATASETS, "TRAIN_DATASETS has a data set")
+    require(REWARD_FUNCTIONS, "there is a reward function")
+    require(ANSWER_FORM.count("{answer}") == 1, "ANSWER_FORM contains {answer} once")
 
 
 def train_main():

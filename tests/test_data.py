@@ -125,7 +125,7 @@ def test_long_prompts_are_left_out_and_counted(read, grpo, capsys):
 GOOD = '{"question": "a", "answer": "1"}\n'
 BAD = {
     "no such column": (GOOD + '{"problem": "a", "answer": "1"}', "jsonl", "data:2.*question"),
-    "not JSON": (GOOD + "{'question': 1}", "jsonl", "after 1/data:1"),
+    "not JSON": (GOOD + "{'question': 1}", "jsonl", "data:2: JSONDecodeError"),
     "a record that is a text": (GOOD + '"question"', "jsonl", "data:2"),
     "an array of texts": ('["a", "b"]', "jsonl", "data:1"),
     "half an emoji": (GOOD + r'{"question": "a \ud83d", "answer": "1"}', "jsonl", "data:2"),

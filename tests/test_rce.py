@@ -1,6 +1,7 @@
 """RCE's formulas against numbers worked out by hand in float64, its mining, and its rounds."""
 
 import math
+from types import SimpleNamespace
 
 import pyarrow.parquet
 import pytest
@@ -71,7 +72,7 @@ def test_reward_modes(rce, mode):
     rce.REWARD_MODE = mode
     names = ("hard", "soft", "gt_prob", "logprob")
     values = [(1, 0.25, 0.1, -4.0), (0, 0.5, 0.6, -6.0), (1, 1, 0.9, -2.0)]
-    candidates = [dict(zip(names, row)) for row in values]
+    candidates = [SimpleNamespace(**dict(zip(names, row))) for row in values]
     assert rce.shaped_rewards(candidates).tolist() == pytest.approx(MODES[mode])
     assert set(rce.reward_modes) == set(MODES)
 
@@ -82,8 +83,9 @@ def test_equal_scores_make_no_hybrid_reward_of_their_own(rce):
 
 
 def test_a_reward_mode_of_ones_own(rce):
-    rce.REWARD_MODE = lambda hard, soft, gt_prob, score: 3 * soft
-    assert rce.shaped_rewards([{"soft": 0.5}, {"soft": 1}]).tolist() == [1.5, 3]
+    rce.REWARD_MODE = lambda hard, soft, gt_prob, logprob: 3 * soft
+    candidates = [rce.Candidate({}, [], soft=0.5), rce.Candidate({}, [], soft=1)]
+    assert rce.shaped_rewards(candidates).tolist() == [1.5, 3]
 
 
 def test_gold_probability_counts_the_answer_alone(rce):
@@ -107,24 +109,25 @@ def test_beams_are_those_of_transformers(make, width):
             assert response == sequence[: len(response)] and set(sequence[len(response) :]) <= {0, 1}
 
 
-def test_gt_prob_is_the_probability_of_the_gold_answer_after_the_working(make):
+def test_gt_prob_is_the_probability_of_the_gold_answer_after_the_reasoning(make):
     trainer = make("rce/rce.py")
     row = trainer.train_rows[0]
     gold = row["answer"].rpartition("#### ")[2]
-    candidates = [{"row": row, "text": text, "token_ids": [5]} for text in ("1+1=2\n#### 9", "1+1=2")]
+    new = trainer.module.Candidate
+    candidates = [new(row, [5], text) for text in ("1+1=2\n#### 9", "1+1=2")]
     trainer.score_gold(candidates)
     for candidate in candidates:
-        working = trainer.tokenizer("1+1=2\n####", add_special_tokens=False)["input_ids"]
+        reasoning = trainer.tokenizer("1+1=2\n####", add_special_tokens=False)["input_ids"]
         whole = trainer.tokenizer(f"1+1=2\n#### {gold}", add_special_tokens=False)["input_ids"]
-        answer = [*whole[len(working) :], trainer.tokenizer.eos_token_id]
+        answer = [*whole[len(reasoning) :], trainer.tokenizer.eos_token_id]
         with torch.no_grad():
-            logits = trainer.actor(T([row["ids"] + working + answer])).logits[0].double()
+            logits = trainer.actor(T([row["ids"] + reasoning + answer])).logits[0].double()
         logprobs = logits.log_softmax(-1)[-len(answer) - 1 : -1]
         want = logprobs.gather(1, T(answer)[:, None]).sum().exp().item()
-        assert candidate["gt_prob"] == pytest.approx(want, rel=1e-4)
-    without = [{"row": {**row, "answer": None}, "text": "1", "token_ids": [5]}]
-    trainer.score_gold(without)
-    assert without[0]["gt_prob"] is None
+        assert candidate.gt_prob == pytest.approx(want, rel=1e-4)
+    without = new({**row, "answer": None}, [5], "1")
+    trainer.score_gold([without])
+    assert without.gt_prob is None
 
 
 def test_equal_responses_are_one_candidate_with_all_its_sources(make):
@@ -133,15 +136,15 @@ def test_equal_responses_are_one_candidate_with_all_its_sources(make):
     rows = trainer.train_rows[:4]
     groups = trainer.propose(rows, torch.rand(4, 6, 32))
     for row, group in zip(rows, groups):
-        assert len({tuple(c["token_ids"]) for c in group}) == len(group)
-        sources = [pair for c in group for pair in zip(c["source"], c["temperature"])]
+        assert len({tuple(c.token_ids) for c in group}) == len(group)
+        sources = [pair for c in group for pair in zip(c.source, c.temperature)]
         assert sources.count(("greedy", None)) == 1 and sources.count(("beam", None)) == 2
         assert sources.count(("sample", 0.01)) == sources.count(("sample", 1.0)) == 3
-        greedy = next(c for c in group if "greedy" in c["source"])
-        assert ("sample", 0.01) in zip(greedy["source"], greedy["temperature"])
+        greedy = next(c for c in group if "greedy" in c.source)
+        assert ("sample", 0.01) in zip(greedy.source, greedy.temperature)
         if len(trainer.tokenizer(row["answer"])["input_ids"]) < 32:
-            reference = next(c for c in group if "reference" in c["source"])
-            assert reference["text"] == row["answer"] and not reference["truncated"]
+            reference = next(c for c in group if "reference" in c.source)
+            assert reference.text == row["answer"] and not reference.truncated
 
 
 def test_the_best_and_some_others_are_verified_then_the_rest_of_one_sided_prompts(make):
@@ -176,7 +179,7 @@ def test_a_reward_that_raises_marks_its_candidate_and_no_other(make):
         assert candidate["eval_failed"] == ("9" in candidate["text"])
         assert candidate["eval_failed"] == (candidate["hard"] is None)
         assert not candidate["eval_failed"] or "nine" in candidate["eval_error"]
-    trained = [c["text"] for group in trainer.train_groups for c in group]
+    trained = [c.text for group in trainer.train_groups for c in group]
     assert trained and not any("9" in text for text in trained)
 
 
@@ -196,8 +199,8 @@ def test_prompts_that_are_held_back_are_never_trained_on(make):
     trainer = make("rce/rce.py", VALIDATION_FRACTION=0.5, MINE_PROMPTS=20, ROUNDS=2, EVAL_DATASETS=[])
     trainer.train()
     module = trainer.module
-    held = {group[0]["prompt"] for group in trainer.validation_groups}
-    trained = {group[0]["prompt"] for group in trainer.train_groups}
+    held = {group[0].row["prompt"] for group in trainer.validation_groups}
+    trained = {group[0].row["prompt"] for group in trainer.train_groups}
     assert held and trained and not held & trained
     assert all(not module.is_for_validation({"prompt": prompt}) for prompt in trained)
     rows = trainer.train_rows
@@ -216,8 +219,8 @@ def test_pick_accuracy_is_that_of_the_likeliest_candidate(make):
     unlikely = [*reversed(likely[:-1]), likely[-1]]
     for likely_is_right in (1.0, 0.0):
         pair = [
-            {"row": row, "token_ids": unlikely, "hard": 1 - likely_is_right},
-            {"row": row, "token_ids": likely, "hard": likely_is_right},
+            trainer.module.Candidate(row, unlikely, hard=1 - likely_is_right),
+            trainer.module.Candidate(row, likely, hard=likely_is_right),
         ]
         trainer.validation_groups = [pair]
         assert trainer.validate() == {"pick_accuracy": likely_is_right}
@@ -241,7 +244,7 @@ def test_mining_and_training_apart_give_what_they_give_together(make, tmp_path):
             assert torch.equal(a, b)
     table = pyarrow.parquet.read_table(file)
     pyarrow.parquet.write_table(table.set_column(1, "prompt", pyarrow.array(["another"] * len(table))), file)
-    with pytest.raises(ValueError, match="does not fit TRAIN_DATASETS"):
+    with pytest.raises(ValueError, match="a prompt that TRAIN_DATASETS lack"):
         run("other", CANDIDATES=str(file))
 
 
@@ -260,7 +263,7 @@ def test_the_check_up_and_the_weights_are_logged(make, tmp_path):
     greedy = [c["hard"] for c in candidates if "greedy" in c["source"]]
     assert mined["accuracy/greedy"] == pytest.approx(sum(greedy) / len(greedy))
     step = next(record for record in records if record["phase"] == "train")
-    right = [sum(c["hard"] for c in group) for group in trainer.train_groups]
+    right = [sum(c.hard for c in group) for group in trainer.train_groups]
     assert 1 <= step["effective_candidates"] <= max(right) and step["tau"] == 1e-3
     assert step["weighted_reward"] == pytest.approx(1)
 

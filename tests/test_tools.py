@@ -192,17 +192,6 @@ def test_what_cannot_be_drawn_is_a_sentence(capsys, tmp_path, monkeypatch, words
     assert says in message(load("tools/plot.py").main, capsys)
 
 
-# ---------------------------------------------------------------- bench/
-
-
-def test_the_trainers_take_what_bench_real_sets():
-    real = load("bench/real.py")
-    for path, words in real.RUNS.values():
-        script = load(path)
-        script.apply_overrides(words)
-        script.check_constants()
-
-
 # ---------------------------------------------------------------- what anyone who copies the repository needs
 
 
