@@ -3,17 +3,17 @@
 A response is an episode, a token is an action (arXiv 1909.08593, 1707.06347):
 
     r_t   = -KL_COEF (log pi(y_t) - log pi_ref(y_t)) + [t is the last token] score(y)
-    d_t   = r_t + GAMMA V_{t+1} - V_t; V after the end is 0
+    d_t   = r_t + GAMMA V_old_{t+1} - V_old_t; V_old after the end is 0
     A_t   = sum_k (GAMMA LAM)^k d_{t+k}, then whitened
-    R_t   = V_t + sum_k (GAMMA CRITIC_LAM)^k d_{t+k}: the critic's target
+    R_t   = V_old_t + sum_k (GAMMA CRITIC_LAM)^k d_{t+k}: the critic's target
     rho_t = pi(y_t) / pi_old(y_t)
     L     = -mean_t min(rho_t A_t, clip(rho_t, 1 - CLIP_RANGE, 1 + CLIP_RANGE_HIGH) A_t)
             + VALUE_LOSS_COEF mean_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old +- VALUE_CLIP_RANGE) - R_t)^2)
             - ENTROPY_COEF mean_t H(pi_t)
 
-t runs over the tokens that the policy wrote: what a tool answers between them, if there are tools, is
-skipped. Means run over all of them in an optimizer step, however it is cut into micro-batches. Actor and
-critic are two networks.
+pi_old and V_old are those of the rollout, pi and V of the update. t runs over the tokens that the policy
+wrote; tokens of a tool between them are skipped. mean_t is over all tokens of an optimizer step, whatever the
+size of a micro-batch. Actor and critic are two networks.
 
 Shapes: rows = responses, those to one prompt being neighbours; P, R = tokens of the longest prompt, response.
 
@@ -29,7 +29,7 @@ the loss       policy_loss, value_loss, optimizer_step   the data       TRAIN_DA
 the advantage  gae, compute_advantages                   a metric       ppo_stats, record, evaluate
 the reward     REWARD_FUNCTIONS, compute_rewards         a plot         PANELS, draw_grid
 sampling       sampling_logprobs, generate               tools, turns   respond
-the end        is_over
+when to stop   is_over
 """
 
 import ast
@@ -70,9 +70,9 @@ from tqdm import tqdm
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-rank, world_size, gpu = 0, 1, 0  # of this process under torchrun; rank 0 alone asks, writes and prints
+rank, world_size, local_rank = 0, 1, 0  # of this process under torchrun; rank 0 alone asks, writes and prints
 if dist.is_torchelastic_launched():
-    rank, world_size, gpu = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
 ROOT = next((folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir()), None)
 if ROOT is None:
     sys.exit(f"{__file__}: copy the folder rewards/ of the repository beside this file, or above it")
@@ -88,7 +88,7 @@ CRITIC_MODEL: str | None = None  # None: the actor's weights. A value head that 
 REWARD_MODEL: str | None = f"{ROOT}/data/tiny/reward_model"  # classifier with one label; or None
 LORA_RANK = 0  # 0: all weights are trained; > 0: LoRA adapters of this rank on all linear layers (2106.09685)
 LORA_ALPHA = 32.0  # an adapter's output is scaled by LORA_ALPHA / LORA_RANK
-DTYPE = "float32"  # float32 | bfloat16 (autocast; what is trained and logits stay float32)
+DTYPE = "float32"  # float32 | bfloat16: autocast; trained weights and logits stay float32
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1
 ATTENTION: str | None = None  # sdpa | eager | flash_attention_2 (if installed); None: what the model has
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, slower
@@ -114,15 +114,15 @@ MISSING_EOS_PENALTY = 0.0  # subtracted from the score of a response cut at MAX_
 ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is correct (evaluation)
 
 # Rollout
-BATCH_SIZE = 16  # prompts sampled at a time
+BATCH_SIZE = 16  # prompts per call of generate()
 # A step samples BATCH_SIZE times this many prompts before its first update. It does not cut the update
 # into backward passes, as the name says in other programs: MICRO_BATCH_ROWS does
 GRADIENT_ACCUMULATION_STEPS = 2
 GROUP_SIZE = 4  # responses per prompt
 MICRO_BATCH_ROWS = 32  # responses per forward and backward pass; scoring takes four times as many
 LOGIT_CHUNK = 256  # tokens whose logits are held at a time; the backward pass computes them again
-DECODE_BLOCK = 32  # tokens by which keys and values grow in sampling; each block needs a new CUDA graph
-CUDA_GRAPHS = False  # in sampling on a GPU: one launch per token. Not tried yet; take DECODE_BLOCK=128
+DECODE_BLOCK = 32  # tokens by which the KV cache grows in sampling; each block needs a new CUDA graph
+CUDA_GRAPHS = False  # in sampling: one launch per token. Has not run on a GPU yet; take DECODE_BLOCK=128
 EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
 MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
 MAX_NEW_TOKENS = 64
@@ -131,7 +131,7 @@ TEMPERATURE = 1.0  # > 0; for top-p and the like edit sampling_logprobs
 # Optimisation
 LEARNING_RATE = 1e-4
 CRITIC_LEARNING_RATE = 5e-4
-MAX_GRAD_NORM = 1.0  # actor and critic are clipped apart
+MAX_GRAD_NORM = 1.0  # actor and critic are clipped separately
 WEIGHT_DECAY = 0.0
 USE_LR_SCHEDULER = False
 LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0) | plateau (halves after 2 evaluations without gain)
@@ -145,13 +145,13 @@ CLIP_RANGE_HIGH: float | None = None  # None: CLIP_RANGE; DAPO takes 0.28 (2503.
 VALUE_CLIP_RANGE = 0.2  # 0: values are not clipped
 VALUE_LOSS_COEF = 0.5
 ENTROPY_COEF = 0.0
-KL_COEF = 0.01  # per-token KL penalty, reward per nat; 0: no reference model is loaded
+KL_COEF = 0.01  # coefficient of the KL penalty per token; 0: no reference model is loaded
 KL_TARGET: float | None = None  # nats per token: adapts KL_COEF (1909.08593, section 2.2); None: constant
 KL_HORIZON = 10000  # responses; larger: KL_COEF adapts more slowly
 GAMMA = 1.0
 LAM = 0.95  # 1: Monte-Carlo returns minus values
 CRITIC_LAM = 1.0  # lambda of the critic's targets; 1: the discounted sum of the rewards (VC-PPO, 2503.01491)
-CRITIC_WARMUP_STEPS = 0  # number of first steps that train the critic alone (2503.01491)
+CRITIC_WARMUP_STEPS = 0  # the first so many steps train the critic alone (2503.01491)
 WHITEN_ADVANTAGES = True
 
 # Schedule and files
@@ -200,8 +200,8 @@ def per_token_rewards(batch, kl_coef):
     # With top-p the reference may have excluded a token (-1e30) that the policy sampled
     log_ratio = (batch.logprobs - batch.ref_logprobs).clamp(-20, 20)
     token_rewards = -kl_coef * log_ratio * batch.mask
-    places = torch.arange(1, batch.mask.shape[1] + 1)
-    last_token = (batch.mask * places).argmax(1)  # the last place with mask 1
+    positions = torch.arange(batch.mask.shape[1])
+    last_token = torch.where(batch.mask > 0, positions, 0).amax(1)
     token_rewards[torch.arange(len(last_token)), last_token] += batch.scores
     return token_rewards
 
@@ -210,13 +210,13 @@ def gae(token_rewards, values, mask, gamma, lam):
     """Returns generalised advantage estimates (1506.02438), (rows, R). The value after the last token
     is 0; tokens outside the mask are skipped, as if their neighbours stood side by side."""
     advantages = torch.zeros_like(values)
-    running = next_value = values.new_zeros(len(values))
+    next_advantage = next_value = values.new_zeros(len(values))
     for t in reversed(range(values.shape[1])):
         delta = token_rewards[:, t] + gamma * next_value - values[:, t]
-        is_token = mask[:, t] > 0
-        running = torch.where(is_token, delta + gamma * lam * running, running)
-        next_value = torch.where(is_token, values[:, t], next_value)
-        advantages[:, t] = running
+        is_sampled = mask[:, t] > 0
+        next_advantage = torch.where(is_sampled, delta + gamma * lam * next_advantage, next_advantage)
+        next_value = torch.where(is_sampled, values[:, t], next_value)
+        advantages[:, t] = next_advantage
     return advantages * mask
 
 
@@ -228,7 +228,8 @@ def policy_loss(logprobs, old_logprobs, advantages):
 
 
 def value_loss(values, old_values, returns):
-    """Returns half the squared error of each token, (rows, R), clipped around the rollout's value."""
+    """Returns half the larger of two squared errors of each token, (rows, R): of the value, and of the value
+    kept within VALUE_CLIP_RANGE of the rollout's."""
     clipped = values
     if VALUE_CLIP_RANGE > 0:
         clipped = old_values + (values - old_values).clamp(-VALUE_CLIP_RANGE, VALUE_CLIP_RANGE)
@@ -242,7 +243,8 @@ def ppo_stats(logprobs, old_logprobs, advantages):
     too_high = ratio > 1 + (CLIP_RANGE_HIGH or CLIP_RANGE)
     too_low = ratio < 1 - CLIP_RANGE
     clipped = (too_high & (advantages > 0)) | (too_low & (advantages < 0))
-    return {"approx_kl": ratio - 1 - log_ratio, "clip_fraction": clipped.float()}
+    approx_kl = ratio - 1 - log_ratio  # k3 of KL(pi_old || pi)
+    return {"approx_kl": approx_kl, "clip_fraction": clipped.float()}
 
 
 def adapt_kl_coef(kl_coef, kl, num_responses):
@@ -256,9 +258,14 @@ def learning_rate_scale(steps_done, total, halvings):
     """Returns the factor of the learning rate after steps_done steps: linear warm-up, then the schedule."""
     if steps_done < WARMUP_STEPS:
         return (steps_done + 1) / WARMUP_STEPS
-    done = (steps_done - WARMUP_STEPS) / max(1, total - WARMUP_STEPS)
-    scales = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "plateau": 0.5**halvings}
-    return scales[LR_SCHEDULER_TYPE] if USE_LR_SCHEDULER else 1.0
+    if not USE_LR_SCHEDULER:
+        return 1.0
+    if LR_SCHEDULER_TYPE == "plateau":
+        return 0.5**halvings
+    fraction = (steps_done - WARMUP_STEPS) / max(1, total - WARMUP_STEPS)
+    if LR_SCHEDULER_TYPE == "linear":
+        return 1 - fraction
+    return 0.5 * (1 + math.cos(math.pi * fraction))
 
 
 # ================================================================ the trainer
@@ -273,7 +280,7 @@ class PPOTrainer:
         self.device = join_processes()
         self.run = Run(resume_from_checkpoint or RESUME)
         self.state = SimpleNamespace(
-            step=0,  # the current one, from 1; between steps, how many are done
+            step=0,  # number of the current step, from 1; 0: none has begun
             kl_coef=KL_COEF,
             evaluation={},  # the last one's metrics
             best_score=-math.inf,  # its policy is in best/
@@ -287,11 +294,11 @@ class PPOTrainer:
             self.load_models(self.run.checkpoint)
             if self.run.checkpoint:
                 self.load_state(self.run.checkpoint)
+        except (TypeError, AttributeError, NameError):
+            raise  # a mistake in the program
         except Exception as error:  # the libraries raise many types
-            if isinstance(error, (TypeError, AttributeError, NameError)):
-                raise  # a mistake in the program
-            names = f"a model of the constants or RESUME={self.run.checkpoint or RESUME} cannot be loaded"
-            raise UserError(f"{names} ({type(error).__name__}: {first_line(error)})") from error
+            fault = f"a model of the constants or RESUME={self.run.checkpoint or RESUME} cannot be loaded"
+            raise UserError(f"{fault} ({type(error).__name__}: {first_line(error)})") from error
         if not KL_TARGET:
             self.state.kl_coef = KL_COEF  # a checkpoint may have another
         self.reward_functions = find_functions(REWARD_FUNCTIONS)  # [(name, function, weight)]
@@ -339,7 +346,7 @@ class PPOTrainer:
         self.optimizers = {"policy": make_optimizer(self.actor, LEARNING_RATE)}
         self.optimizers["critic"] = make_optimizer(self.critic, CRITIC_LEARNING_RATE)
         self.end_ids = find_end_ids(self.actor, self.tokenizer)
-        prefill(self.actor, [[0]])  # refuses recurrent models
+        prefill(self.actor, [[0]])  # refuses a model without a KV cache
 
     # ------------------------------------------------------------ the algorithm
 
@@ -379,8 +386,9 @@ class PPOTrainer:
 
     def is_over(self):
         self.run.signal = max(all_gather(self.run.signal))  # any process may have got it
-        out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.state.evaluations_without_gain
-        return self.run.signal or out_of_patience or self.state.step >= self.total_steps
+        waited = self.state.evaluations_without_gain
+        has_patience = EARLY_STOPPING_PATIENCE == 0 or waited < EARLY_STOPPING_PATIENCE
+        return self.run.signal > 0 or not has_patience or self.state.step >= self.total_steps
 
     def next_prompts(self):
         """Returns the step's prompts, fewer at the end of an epoch. Each epoch has its own order."""
@@ -398,26 +406,27 @@ class PPOTrainer:
         batch = self.respond(rows, share(uniform).flatten(0, 1))
         sampled = time.perf_counter()
         self.score(batch)
-        self.seconds.update(rollout=sampled - started, score=time.perf_counter() - sampled)  # adds
+        self.seconds["rollout"] += sampled - started
+        self.seconds["score"] += time.perf_counter() - sampled
         return join(all_gather(batch))
 
     def respond(self, rows, uniform):
-        """Samples a response to each row of the data; uniform (rows, MAX_NEW_TOKENS) decides the tokens, None
-        takes the likeliest. Returns a batch, which lives on the CPU. Its fields come from
+        """Samples a response to each row of the data. uniform: (rows, MAX_NEW_TOKENS) numbers in [0, 1) that
+        decide the tokens; None: the likeliest. Returns a batch on the CPU, whose fields come from
         respond             rows, texts, response_ids (lists); truncated, lengths (rows,); ids, logprobs,
                             entropies, mask (1: a token that the policy sampled) (rows, R)
         score               scores (rows,), reward_parts {name: (rows,)}; values (V_old), ref_logprobs
                             (rows, R)
         compute_advantages  raw_advantages, advantages, returns (the critic's targets) (rows, R)
         Override it for tools. Tokens that the policy did not sample have mask 0 and logprobs 0; they stand in
-        ids and response_ids and count in lengths. R is MAX_NEW_TOKENS in all batches: they are joined."""
+        ids and response_ids and count in lengths. Batches are joined: all have R = MAX_NEW_TOKENS."""
         batch = SimpleNamespace(rows=rows)
         batch.ids = torch.full((len(rows), MAX_NEW_TOKENS), self.end_ids[0])
         batch.logprobs, batch.entropies = torch.zeros(2, *batch.ids.shape)
         for first in range(0, len(rows), BATCH_SIZE * GROUP_SIZE):  # the cache of more may not fit
             part = slice(first, first + BATCH_SIZE * GROUP_SIZE)
             numbers = None if uniform is None else uniform[part].to(self.device)
-            with autocast(self.device):  # around all tokens, so that the weights are cast once
+            with autocast(self.device):  # it keeps the weights that it cast until its outermost end
                 sampled = generate(self.actor, column(rows[part], "ids"), numbers, self.end_ids)
             batch.ids[part], batch.logprobs[part], batch.entropies[part] = sampled
         is_end = torch.isin(batch.ids, torch.tensor(self.end_ids))
@@ -474,15 +483,16 @@ class PPOTrainer:
 
     @torch.no_grad()
     def reward_model_score(self, prompts, responses):
-        """Returns the reward model's score of each response, (rows,). A decoder is read at the last
-        token, an encoder (it has no head `score`) reads prompt and response as a pair of texts."""
+        """Returns the reward model's score of each response, (rows,). A decoder gives it at the
+        last token, an encoder gets prompt and response as a pair of texts."""
         model = self.reward_model
+        is_decoder = hasattr(model, "score")  # the name of its head; encoders have another
         size = 4 * MICRO_BATCH_ROWS
         all_pairs = list(zip(prompts, responses))
         scores = torch.zeros(len(prompts))
         for first in range(0, len(prompts), size):
             pairs = all_pairs[first : first + size]
-            if hasattr(model, "score"):
+            if is_decoder:
                 ids, mask = pad_left([encode(self.reward_tokenizer, *pair) for pair in pairs], self.device)
                 check_limits(model, ids.flatten().tolist(), ids.shape[1])
                 output = forward(model, ids, mask)
@@ -508,19 +518,20 @@ class PPOTrainer:
         scale = learning_rate_scale(self.state.step - 1, self.total_steps, self.state.halvings)
         set_learning_rate(self.optimizers["policy"], scale)
         set_learning_rate(self.optimizers["critic"], scale)
-        steps = []
+        step_metrics = []  # of each optimizer step
         groups = torch.arange(len(batch.rows)).view(-1, GROUP_SIZE)
         started = time.perf_counter()
         for _ in range(GROUP_EPOCHS):
             order = torch.randperm(len(groups), generator=self.generator)
             for mini_batch in groups[order].tensor_split(min(MINI_BATCHES, len(groups))):
-                steps.append(self.optimizer_step(batch, mini_batch.flatten()))
-        self.seconds.update(update=time.perf_counter() - started)
+                step_metrics.append(self.optimizer_step(batch, mini_batch.flatten()))
+        self.seconds["update"] += time.perf_counter() - started
         # The first optimizer step trains the policy that sampled: all ratios are 1 but for rounding
-        mismatch = steps[0]["rollout_mismatch"]
-        if not mismatch <= {"float32": 1e-4, "bfloat16": 0.05}[DTYPE]:  # it may be NaN
+        mismatch = step_metrics[0]["rollout_mismatch"]
+        tolerance = 1e-4 if DTYPE == "float32" else 0.05
+        if math.isnan(mismatch) or mismatch > tolerance:
             raise UserError(f"update and rollout differ: |log ratio| is {mismatch:.2g} before the update")
-        metrics = {name: np.mean(column(steps, name)).item() for name in steps[0]}
+        metrics = {name: np.mean(column(step_metrics, name)).item() for name in step_metrics[0]}
         metrics |= {"rollout_mismatch": mismatch, "learning_rate": LEARNING_RATE * scale}
         metrics["entropy"] = (batch.entropies.sum() / batch.mask.sum()).item()  # of the policy that sampled
         # kl: of that policy to the reference. approx_kl: of that policy to the updated one
@@ -530,7 +541,7 @@ class PPOTrainer:
         return metrics
 
     def optimizer_step(self, batch, rows):
-        """One step of both optimizers on the responses with the numbers `rows`. The loss is the mean
+        """One step of both optimizers on the responses with the indices `rows`. The loss is the mean
         over all their tokens: a process adds up its micro-batches, then the processes add up their
         gradients."""
         num_tokens = batch.mask[rows].sum().item()
@@ -541,9 +552,12 @@ class PPOTrainer:
         for micro in progress(micros[rank::world_size], "micro-batches"):
             with torch.set_grad_enabled(trains_policy):
                 logprobs, entropy = logprobs_and_entropy(self.actor, batch, micro)
-            fields = [batch.mask, batch.logprobs, batch.advantages, batch.values, batch.returns]
-            fields = [x[micro, : logprobs.shape[1]].to(self.device) for x in fields]
-            mask, old_logprobs, advantages, old_values, returns = fields
+            width = logprobs.shape[1]
+            mask = batch.mask[micro, :width].to(self.device)
+            old_logprobs = batch.logprobs[micro, :width].to(self.device)
+            advantages = batch.advantages[micro, :width].to(self.device)
+            old_values = batch.values[micro, :width].to(self.device)
+            returns = batch.returns[micro, :width].to(self.device)
 
             policy_losses = policy_loss(logprobs, old_logprobs, advantages)
             losses = policy_losses  # add a term here; policy_loss is logged without it
@@ -585,7 +599,7 @@ class PPOTrainer:
             metrics["accuracy_greedy"] = self.correct(self.respond(share(rows), None)).mean().item()
             metrics["accuracy_sampled"] = correct.mean().item()
             metrics[f"pass@{EVAL_SAMPLES}"] = correct.amax(1).mean().item()
-        if prompts is None or None not in answers:  # rewards need answers
+        if prompts is None or None not in answers:  # held-out rows were checked at the start
             self.score_responses(sampled)
         return metrics | self.response_metrics(join(all_gather(sampled)))
 
@@ -688,12 +702,15 @@ class PPOTrainer:
             torch.save(saved, tmp / "training_state.pt")
             shutil.copy(self.run.folder / "training_config.json", tmp / "run.json")
         for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
-            shutil.rmtree(old.rename(f"{old}.tmp"))  # what a kill leaves of it is no checkpoint
+            removed = old.rename(
+                f"{old}.tmp"
+            )  # a folder that is half deleted must not look like a checkpoint
+            shutil.rmtree(removed)
         draw_grid(self.run.folder, "training_metrics_detailed.png")
         draw_grid(self.run.folder, f"{Path(__file__).stem}_metrics_with_entropy.png", PANELS)
 
     def trained_names(self):
-        """Returns what the optimizers' states belong to: their classes and the parameters of each group."""
+        """Returns class and names of parameters of each optimizer: a resumed run must have the same."""
         trained = {}
         for key, optimizer in self.optimizers.items():
             names = {parameter: name for name, parameter in self.models[key].named_parameters()}
@@ -705,9 +722,9 @@ class PPOTrainer:
         """Restores state and optimizers; load_models() took the weights from the same folder."""
         saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
         if saved.get("trained") != self.trained_names():
-            raise UserError("it trained other parameters, in another order, or by another optimizer")
+            raise UserError("the run trained other parameters, in another order, or by another optimizer")
         for name, optimizer in self.optimizers.items():
-            moments = saved["optimizers"][name]["state"]  # rates and the like are those of the constants now
+            moments = saved["optimizers"][name]["state"]  # the learning rate is that of the constants now
             optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
         for name, value in saved["state"].items():
             tensor = getattr(self.state, name, None)
@@ -734,7 +751,7 @@ def load_model(auto_class, path, is_trained=False, is_critic=False):
         torch.nn.init.zeros_(model.score.weight)
     if missing:
         raise UserError(f"the model {path} lacks the weights {', '.join(sorted(missing))}")
-    if getattr(model, "peft_config", None):  # all weights would be trained, and the adapter alone saved
+    if getattr(model, "peft_config", None):  # a PEFT adapter: all its model's weights would be trained
         base = next(iter(model.peft_config.values())).base_model_name_or_path
         raise UserError(f"{path} is an adapter of {base}: merge it, or name the run's best/policy")
     for parameter in model.parameters():
@@ -789,7 +806,9 @@ def make_optimizer(model, learning_rate):
 def set_learning_rate(optimizer, scale):
     """Sets the learning rate of each parameter group to `scale` times the one that it was made with."""
     for group in optimizer.param_groups:
-        group["lr"] = scale * group.setdefault("initial_lr", group["lr"])
+        if "initial_lr" not in group:
+            group["initial_lr"] = group["lr"]
+        group["lr"] = scale * group["initial_lr"]
 
 
 def clip_and_step(optimizers, sums, run):
@@ -836,11 +855,14 @@ def check_limits(model, ids, length):
 def find_end_ids(model, tokenizer):
     """Returns the ids at which sampling stops, with which the model is saved: the token by which the
     chat template ends a turn, the tokenizer's EOS, and those of the generation config."""
-    ends = [tokenizer.eos_token_id, *np.atleast_1d(model.generation_config.eos_token_id).tolist()]
-    if tokenizer.chat_template:
+    ends = model.generation_config.eos_token_id
+    if not isinstance(ends, list):
+        ends = [ends]
+    ends = [tokenizer.eos_token_id, *ends]
+    if tokenizer.chat_template:  # what follows the assistant's text in a chat begins with the end of a turn
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "xyzzy"}]
-        tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("xyzzy")[2].strip()
-        end_of_turn = tokenizer(tail, add_special_tokens=False)["input_ids"][:1]
+        after = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("xyzzy")[2].strip()
+        end_of_turn = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
         ends = [id for id in end_of_turn if id in tokenizer.added_tokens_decoder] + ends
     ends = [id for id in dict.fromkeys(ends) if id is not None]
     if not ends:
@@ -870,8 +892,8 @@ class Cache(transformers.DynamicCache):
         return layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
 
 
-def takes_ready_mask(model, cache):
-    """Whether all layers have full attention, whose mask is added to its scores and nothing else."""
+def takes_4d_mask(model, cache):
+    """Returns whether all layers have full attention: it adds a mask (rows, 1, T, tokens) to its scores."""
     config = model.config
     is_full = all(type(layer) is DynamicLayer for layer in cache.layers)
     return is_full and config._attn_implementation == "sdpa" and not getattr(config, "alibi", False)
@@ -879,11 +901,12 @@ def takes_ready_mask(model, cache):
 
 def forward(model, ids, mask, cache=None):
     """Returns the output of a model without its head, for ids (rows, T). mask covers the cache, too."""
-    positions = (mask.cumsum(1)[:, -ids.shape[1] :] - 1).clamp(min=0)
-    if cache is not None and cache.get_seq_length() > 0 and takes_ready_mask(model, cache):
-        # (rows, 1, T, tokens), in DTYPE: of another mask attention makes, and keeps, a copy in each layer
+    num_cached = mask.shape[1] - ids.shape[1]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, num_cached:]  # padding on the left has none
+    if cache is not None and cache.get_seq_length() > 0 and takes_4d_mask(model, cache):
+        # (rows, 1, T, tokens). In DTYPE: else each layer would convert the mask, and keep its own copy
         is_seen = mask.bool()[:, None, None].expand(-1, 1, ids.shape[1], -1)
-        is_seen = is_seen.tril(mask.shape[1] - ids.shape[1])
+        is_seen = is_seen.tril(num_cached)  # causal: token t of ids sees num_cached + t + 1 tokens
         mask = torch.zeros(is_seen.shape, dtype=getattr(torch, DTYPE), device=mask.device)
         mask = mask.masked_fill(~is_seen, -math.inf)
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
@@ -900,11 +923,12 @@ def head(model, output, hidden):
     with torch.autocast(model.device.type, enabled=False):
         if hasattr(model, "score"):
             return model.score(hidden)
-        decoder.forward = lambda *_, **__: type(output)(last_hidden_state=hidden.unsqueeze(0))
+        result = type(output)(last_hidden_state=hidden.unsqueeze(0))
+        decoder.forward = lambda *_, **__: result  # this attribute hides the method of its class
         try:
             return model(input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.long)).logits[0]
         finally:
-            del decoder.forward
+            del decoder.forward  # and the method is back
 
 
 def pad_left(rows, device):
@@ -916,18 +940,20 @@ def pad_left(rows, device):
 
 
 def prefill(model, prompts):
-    """Reads the distinct ones of `prompts`, a list of ids for each row. Returns the cache, the mask
-    (rows, P) and the model's output without its head, whose last_hidden_state (rows, 1, width) is that
-    of the end."""
-    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-    rows = torch.tensor([numbers[tuple(prompt)] for prompt in prompts], device=model.device)
-    ids, mask = pad_left(numbers, model.device)  # (distinct prompts, P)
+    """Runs the model on the distinct ones of `prompts`, a list of ids for each row. Returns the cache, the
+    mask (rows, P) and the model's output without its head, whose last_hidden_state (rows, 1, width) is that
+    of the last token."""
+    prompts = list(map(tuple, prompts))
+    distinct = list(dict.fromkeys(prompts))
+    index_of = {prompt: index for index, prompt in enumerate(distinct)}
+    rows = torch.tensor([index_of[prompt] for prompt in prompts], device=model.device)
+    ids, mask = pad_left(distinct, model.device)  # (distinct prompts, P)
     cache = Cache(config=model.config)
     output = forward(model, ids, mask, cache)
     if getattr(output, "past_key_values", None) is not cache:
-        raise UserError(f"{model.name_or_path} keeps no keys and values: recurrent models cannot be trained")
+        raise UserError(f"{model.name_or_path} has no KV cache: it cannot be trained here")
     output.last_hidden_state = output.last_hidden_state[rows, -1:]
-    cache.reorder_cache(rows)
+    cache.reorder_cache(rows)  # repeats the prompts' keys and values
     return cache, mask[rows], output
 
 
@@ -945,7 +971,7 @@ class Decoder:
         self.padding = (mask == 0).sum(1, keepdim=True)  # places before each prompt
         self.length = self.capacity = mask.shape[1]
         self.place = torch.tensor([self.length], device=model.device)  # of the next token
-        if takes_ready_mask(model, self.cache):
+        if takes_4d_mask(model, self.cache):
             self.cache.place = self.place  # else transformers appends to a copy
         self.uses_graph = CUDA_GRAPHS and model.device.type == "cuda" and self.cache.place is not None
         self.graph = None
@@ -960,10 +986,11 @@ class Decoder:
         """Reads a token of each row, (rows,)."""
         if self.cache.place is not None and self.length == self.capacity:
             for layer in self.cache.layers:  # keys and values: (rows, heads, places, size)
-                for name in ("keys", "values"):
-                    old = getattr(layer, name)
-                    setattr(layer, name, torch.cat([old, torch.zeros_like(old[:, :, :DECODE_BLOCK])], 2))
-            self.capacity += min(DECODE_BLOCK, self.capacity)
+                free = layer.keys.new_zeros(*layer.keys.shape[:2], DECODE_BLOCK, layer.keys.shape[3])
+                layer.keys = torch.cat([layer.keys, free], 2)
+                free = layer.values.new_zeros(*layer.values.shape[:2], DECODE_BLOCK, layer.values.shape[3])
+                layer.values = torch.cat([layer.values, free], 2)
+            self.capacity += DECODE_BLOCK
             self.graph = None
         self.length += 1
         if self.graph:
@@ -975,7 +1002,7 @@ class Decoder:
         self.cache.length = self.capacity if self.uses_graph else self.length
         torch.use_deterministic_algorithms(False)  # a deterministic index_copy_ copies the whole cache
         self.logits = self.step()
-        if self.uses_graph:  # records a step without running it; the one above has set up the libraries
+        if self.uses_graph:  # the step above was the warm-up; the capture records one and runs nothing
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.graph_logits = self.step()
@@ -993,7 +1020,7 @@ class Decoder:
 def sample_tokens(probabilities, uniform):
     """Returns one id per row, (rows,), where the cumulative distribution passes uniform (rows,) in [0, 1)."""
     cumulative = probabilities.double().cumsum(-1)
-    target = uniform.double().unsqueeze(1) * cumulative[:, -1:]
+    target = uniform.double().unsqueeze(1) * cumulative[:, -1:]  # their sum is 1 only up to rounding
     # NaN would give an id beyond the vocabulary
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=probabilities.shape[1] - 1)
 
@@ -1003,51 +1030,52 @@ def generate(model, prompts, uniform, end_ids):
     """Returns ids, their log-probabilities and entropies, (rows, MAX_NEW_TOKENS), arbitrary after an end."""
     device = model.device
     decoder = Decoder(model, prompts)
-    rows = torch.arange(len(prompts), device=device)  # those that are not finished
+    active = torch.arange(len(prompts), device=device)  # the rows that are not finished
     ids = torch.full((len(prompts), MAX_NEW_TOKENS), end_ids[0], device=device)
     logprobs, entropies = torch.zeros(2, len(prompts), MAX_NEW_TOKENS, device=device)
     ends = torch.tensor(end_ids, device=device)
-    is_finished = torch.zeros_like(rows, dtype=torch.bool)
+    is_finished = torch.zeros_like(active, dtype=torch.bool)
     for t in progress(range(MAX_NEW_TOKENS), "tokens"):
         distribution = sampling_logprobs(decoder.logits)  # (rows, vocabulary)
         probabilities = distribution.exp()
         tokens = distribution.argmax(-1)
         if uniform is not None:
-            tokens = sample_tokens(probabilities, uniform[rows, t])
-        ids[rows, t] = tokens
-        logprobs[rows, t] = distribution.gather(1, tokens.unsqueeze(1)).squeeze(1)
-        entropies[rows, t] = -(probabilities * distribution).sum(-1)
+            tokens = sample_tokens(probabilities, uniform[active, t])
+        ids[active, t] = tokens
+        logprobs[active, t] = distribution.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        entropies[active, t] = -(probabilities * distribution).sum(-1)
         is_finished |= torch.isin(tokens, ends)
-        if device.type == "cpu" or t % 16 == 15:  # looking for finished rows waits for a GPU
+        if device.type == "cpu" or t % 16 == 15:  # to look for finished rows the CPU waits for the GPU
             keep = is_finished.logical_not().nonzero().squeeze(1)
             if len(keep) == 0:
                 break
-            if len(keep) <= 0.75 * len(rows):  # dropping rows copies the cache: drop many at once
+            if len(keep) <= 0.75 * len(active):  # dropping rows copies the cache: drop many at once
                 decoder.select(keep)
-                rows, tokens, is_finished = rows[keep], tokens[keep], is_finished[keep]
+                active, tokens, is_finished = active[keep], tokens[keep], is_finished[keep]
         if t + 1 < MAX_NEW_TOKENS:
             decoder.decode(tokens)
     return ids.cpu(), logprobs.cpu(), entropies.cpu()
 
 
 def response_output(model, batch, rows):
-    """Returns the ids (rows, R) of the responses with the numbers `rows`, and the model's output
-    without its head, whose last_hidden_state (rows, R, width) stands before each of these tokens. What
-    cannot continue from a cache with a gradient, recomputed or recurrent layers, is read in whole
-    sequences."""
+    """Returns the ids (rows, R) of the responses with the indices `rows`, and the model's output without
+    its head, whose last_hidden_state (rows, R, width) predicts each of these tokens. With recomputed or
+    recurrent layers a cache has no gradient: then prompt and response run together."""
     prompts = [batch.rows[i]["ids"] for i in rows]
     ids = batch.ids[rows, : int(batch.lengths[rows].max())].to(model.device)
-    is_recurrent = any(not isinstance(layer, DynamicLayer) for layer in Cache(config=model.config).layers)
+    layers = Cache(config=model.config).layers
+    is_recurrent = any(not isinstance(layer, DynamicLayer) for layer in layers)
     if torch.is_grad_enabled() and (GRADIENT_CHECKPOINTING or is_recurrent):
         prompt_ids, mask = pad_left(prompts, model.device)
-        mask = torch.cat([mask, torch.ones_like(ids)], 1)
+        mask = torch.cat([mask, torch.ones_like(ids)], 1)  # padding on the right is not seen before it
         output = forward(model, torch.cat([prompt_ids, ids], 1), mask)
         output.last_hidden_state = output.last_hidden_state[:, -ids.shape[1] - 1 : -1]
         return ids, output
     cache, mask, output = prefill(model, prompts)
-    if ids.shape[1] > 1:  # the last token is only predicted
+    if ids.shape[1] > 1:
         last_of_prompt = output.last_hidden_state
-        output = forward(model, ids[:, :-1], torch.cat([mask, torch.ones_like(ids[:, 1:])], 1), cache)
+        inputs = ids[:, :-1]  # the last token is only predicted
+        output = forward(model, inputs, torch.cat([mask, torch.ones_like(inputs)], 1), cache)
         output.last_hidden_state = torch.cat([last_of_prompt, output.last_hidden_state], 1)
     return ids, output
 
@@ -1056,17 +1084,22 @@ def logprobs_and_entropy(model, batch, rows):
     """Returns log-probabilities and entropies of the tokens of responses `rows`, two (rows, R), 0 after
     the end. Logits are held for LOGIT_CHUNK tokens at a time: the backward pass computes them again."""
     ids, output = response_output(model, batch, rows)
-    is_token = torch.arange(ids.shape[1]) < batch.lengths[rows].unsqueeze(1)
-    is_token = is_token.to(model.device)
-    chunks = zip(output.last_hidden_state[is_token].split(LOGIT_CHUNK), ids[is_token].split(LOGIT_CHUNK))
-    results = [checkpoint(chunk_logprobs, model, output, *x, use_reentrant=False) for x in chunks]
+    in_response = torch.arange(ids.shape[1]) < batch.lengths[rows].unsqueeze(1)
+    in_response = in_response.to(model.device)
+    hidden = output.last_hidden_state[in_response].split(LOGIT_CHUNK)  # (tokens, width) each
+    targets = ids[in_response].split(LOGIT_CHUNK)
+    logprobs, entropies = [], []
+    for chunk in zip(hidden, targets):
+        results = checkpoint(chunk_logprobs, model, output, *chunk, use_reentrant=False)
+        logprobs.append(results[0])
+        entropies.append(results[1])
     zeros = torch.zeros(ids.shape, device=model.device)
-    logprobs, entropies = [zeros.masked_scatter(is_token, torch.cat(values)) for values in zip(*results)]
-    return logprobs, entropies
+    logprobs = zeros.masked_scatter(in_response, torch.cat(logprobs))
+    return logprobs, zeros.masked_scatter(in_response, torch.cat(entropies))
 
 
 def chunk_logprobs(model, output, hidden, ids):
-    """Returns log-probabilities and entropies (0 if not needed) of tokens, two (tokens,)."""
+    """Returns log-probabilities and entropies (0 if ENTROPY_COEF is 0) of tokens, two (tokens,)."""
     distribution = sampling_logprobs(head(model, output, hidden))  # (tokens, vocabulary)
     logprobs = distribution.gather(1, ids.unsqueeze(1)).squeeze(1)
     if ENTROPY_COEF == 0:
@@ -1150,7 +1183,8 @@ def prompt_and_answer(spec, record):
     prompt = record[spec["input"]]
     if spec["type"] in ("parquet", "hub"):
         prompt = without_nulls(prompt)
-    return prompt, record.get(spec.get("output"))
+    answer = record[spec["output"]] if "output" in spec else None
+    return prompt, answer
 
 
 def read_records(spec):
@@ -1203,7 +1237,9 @@ def read_message(message):
         raise ValueError(f"a chat is a list of messages, not of {message!r:.80}")
     known = ["role", "content", "name", "tool_calls", "tool_call_id"]
     message = {key: x for key, x in message.items() if x is not None}  # parquet and json fill absent keys
-    content = message.get("content", "" if "tool_calls" in message else None)
+    content = message.get("content")
+    if content is None and "tool_calls" in message:
+        content = ""
     if isinstance(content, list) and all(set(part) == {"type", "text"} for part in content):
         content = "".join(column(content, "text"))
     if not isinstance(content, str) or not set(message) <= set(known):
@@ -1243,7 +1279,7 @@ def encode(tokenizer, prompt, response=None):
         if response is not None:
             messages.append({"role": "assistant", "content": response})
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=response is None, tokenize=False)
-        text.encode()  # fails for half an emoji
+        text.encode()  # raises on half an emoji (a lone surrogate)
         for message in messages:
             if message["role"] in ("system", "user") and message["content"].strip() not in text:
                 raise ValueError(f"the chat template does not show the {message['role']}'s message")
@@ -1262,14 +1298,15 @@ def encode(tokenizer, prompt, response=None):
 
 
 def complete_columns(rows):
-    """Gives all rows the same columns, None where a data set has none: any step may draw them."""
-    names = dict.fromkeys(chain(*column(rows, "columns")))
+    """Gives all rows the same columns, None where a data set has none: a reward function finds its columns in
+    any batch."""
+    names = {name for row in rows for name in row["columns"]}
     for row in rows:
-        row["columns"] = {**names, **row["columns"]}
+        row["columns"] = {**dict.fromkeys(names), **row["columns"]}
 
 
 def check_answers(functions, rows):
-    """Refuses a row without an answer if a function of rewards/ needs one, before a step draws it."""
+    """Refuses a row without an answer if a function of rewards/ needs one: then it raises for this row."""
     row = next((row for row in rows if row["answer"] is None), None)
     for _, function, _ in functions:
         if row and getattr(function, "__module__", "") == "rewards":
@@ -1316,7 +1353,7 @@ def join(batches):
 def reward_arguments(batch):
     """Returns what reward functions take: prompts, responses, answers, and the data's columns by name."""
     names = {name for row in batch.rows for name in row["columns"]}
-    names -= {"self", "prompts", "responses", "answers"}
+    names -= {"self", "prompts", "responses", "answers"}  # parameters of compute_rewards()
     columns = {name: [row["columns"].get(name) for row in batch.rows] for name in names}
     columns["response_ids"] = batch.response_ids
     return column(batch.rows, "prompt"), batch.texts, column(batch.rows, "answer"), columns
@@ -1332,7 +1369,7 @@ def join_processes():
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
     # Float32 logits of a bfloat16 model: 10 bits of each factor (TF32) instead of 7, and float32 sums
     torch.backends.cuda.matmul.allow_tf32 = DTYPE == "bfloat16"
-    default = f"cuda:{gpu}" if DEVICE == "cuda" or torch.cuda.is_available() else "cpu"
+    default = f"cuda:{local_rank}" if DEVICE == "cuda" or torch.cuda.is_available() else "cpu"
     name = default if DEVICE in ("auto", "cuda") else DEVICE
     if name.startswith("cuda:") and torch.cuda.is_available():
         torch.cuda.set_device(name)
@@ -1433,14 +1470,14 @@ class Run:
             return
         earlier = json.loads((self.checkpoint / "run.json").read_text())
         changes = [(k, x) for k, x in constants().items() if earlier["constants"].get(k, x) != x]
-        changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR", "TEST_FILE")]
+        changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR")]
         print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
         for name, what in {"text": "file", "data": "data"}.items():
             if earlier.get(name) != self.facts.get(name):
                 changes.append(f"the {what} changed since step {state.step}")
                 print(changes[-1], flush=True)
         hint = "RESUME=no or another OUTPUT_DIR begins another run"
-        for name in ("ACTOR_MODEL", "CRITIC_MODEL", "BASE_MODEL"):
+        for name in ("ACTOR_MODEL", "CRITIC_MODEL"):
             model = earlier["constants"].get(name)
             if model != constants().get(name):
                 raise UserError(f"the weights of {self.checkpoint} are of {name}={model}: {hint}")
@@ -1474,7 +1511,7 @@ class Run:
             print(f"Moved {path} to {moved}", flush=True)
 
     def close(self, state):
-        all_gather(None)  # wait: torchrun would end processes that still write
+        all_gather(None)  # waits for all: torchrun would end processes that still write
         self.log(f"{'Stopped' if self.signal else self.outcome} at step {state.step}")
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
@@ -1501,8 +1538,12 @@ class Run:
 
 def list_checkpoints(folder):
     """Returns the folders step_N of a run, oldest first."""
-    folders = {path.parent.name[5:]: path.parent for path in Path(folder).glob("step_*/training_state.pt")}
-    return [folders[str(number)] for number in sorted(int(name) for name in folders if name.isdecimal())]
+    folders = {}
+    for path in Path(folder).glob("step_*/training_state.pt"):
+        number = path.parent.name.removeprefix("step_")
+        if number.isdecimal():  # not step_5.tmp
+            folders[int(number)] = path.parent
+    return [folders[number] for number in sorted(folders)]
 
 
 def choose_checkpoint(folder, resume):
@@ -1589,7 +1630,11 @@ def constants():
     values = {name: x for name, x in globals().items() if name.isupper() and name not in ("ROOT", "PANELS")}
 
     def describe(x):  # a function by its name, an object without its address in memory
-        return getattr(getattr(x, "func", x), "__name__", re.sub(r" at 0x\w+", "", str(x)))
+        if isinstance(x, partial):
+            x = x.func
+        if hasattr(x, "__name__"):
+            return x.__name__
+        return re.sub(r" at 0x\w+", "", str(x))
 
     text = json.dumps(values, default=describe)
     return json.loads(text.replace(json.dumps(str(ROOT))[1:-1], "{ROOT}"))  # the repository may be moved
@@ -1617,9 +1662,7 @@ def apply_overrides(arguments):
             raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file, such as {near}")
         wanted = __annotations__.get(key, type(globals()[key]))  # a type such as int, or int | None
         value = os.path.expanduser(text).replace("{file}", Path(sys.argv[0]).stem)
-        # \n is a line break, but in \\n and in LaTeX's \neq, \nu and the like
-        latex = r"(?:eq?|u|abla|ot(?:in)?|eg|mid|cong|leq|geq|less|exists|atural|orm)(?![a-z])"
-        value = re.sub(rf"(?<!\\)\\n(?!{latex})", "\n", value).replace(r"\\n", r"\n")
+        value = re.sub(r"(?<!\\)\\n", "\n", value).replace(r"\\n", r"\n")  # \n is a line break, \\n is \n
         if not isinstance(value, wanted) or text == "None":
             with suppress(ValueError, SyntaxError):
                 value = ast.literal_eval(text)
@@ -1634,7 +1677,7 @@ def apply_overrides(arguments):
 def check_numbers(counts):
     """Refuses numbers below 0, or below 1 if `counts` has their names."""
     for name, value in constants().items():
-        lowest = int(name in counts.split())
+        lowest = 1 if name in counts.split() else 0
         if type(value) not in (int, float) or name == "REWARD_MODEL_WEIGHT":
             continue
         if not lowest <= value or (type(value) is int and value >= 2**63):  # NaN, and seeds beyond 64 bits

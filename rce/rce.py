@@ -83,9 +83,9 @@ from tqdm import tqdm
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-rank, world_size, gpu = 0, 1, 0  # of this process under torchrun; rank 0 alone asks, writes and prints
+rank, world_size, local_rank = 0, 1, 0  # of this process under torchrun; rank 0 alone asks, writes and prints
 if dist.is_torchelastic_launched():
-    rank, world_size, gpu = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
 ROOT = next((folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir()), None)
 if ROOT is None:
     sys.exit(f"{__file__}: copy the folder rewards/ of the repository beside this file, or above it")
@@ -104,7 +104,7 @@ CANDIDATES: str | None = None  # a parquet of scored candidates, used in the fir
 ACTOR_MODEL = f"{ROOT}/data/tiny/policy"
 LORA_RANK = 0  # 0: all weights are trained; > 0: LoRA adapters of this rank on all linear layers (2106.09685)
 LORA_ALPHA = 32.0  # an adapter's output is scaled by LORA_ALPHA / LORA_RANK
-DTYPE = "float32"  # float32 | bfloat16 (autocast; what is trained and logits stay float32)
+DTYPE = "float32"  # float32 | bfloat16: autocast; trained weights and logits stay float32
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1
 ATTENTION: str | None = None  # sdpa | eager | flash_attention_2 (if installed); None: what the model has
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, slower
@@ -157,8 +157,8 @@ BATCH_SIZE = 32  # prompts mined at a time
 GRADIENT_ACCUMULATION_STEPS = 1
 MICRO_BATCH_ROWS = 32  # responses per forward and backward pass; scoring takes four times as many
 LOGIT_CHUNK = 256  # tokens whose logits are held at a time; the backward pass computes them again
-DECODE_BLOCK = 32  # tokens by which keys and values grow in sampling; each block needs a new CUDA graph
-CUDA_GRAPHS = False  # in sampling on a GPU: one launch per token. Not tried yet; take DECODE_BLOCK=128
+DECODE_BLOCK = 32  # tokens by which the KV cache grows in sampling; each block needs a new CUDA graph
+CUDA_GRAPHS = False  # in sampling: one launch per token. Has not run on a GPU yet; take DECODE_BLOCK=128
 TAU = 0.1  # > 0; small: only the best candidates weigh; large: all weigh alike
 TAU_END: float | None = None  # moves TAU there by equal factors over the run; None: it stays
 WEIGHT_REWARDS = "raw"  # raw | zscore: r as it is, or scaled to mean 0 and deviation 1 within the prompt
@@ -255,9 +255,14 @@ def learning_rate_scale(steps_done, total, halvings):
     """Returns the factor of the learning rate after steps_done steps: linear warm-up, then the schedule."""
     if steps_done < WARMUP_STEPS:
         return (steps_done + 1) / WARMUP_STEPS
-    done = (steps_done - WARMUP_STEPS) / max(1, total - WARMUP_STEPS)
-    scales = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "plateau": 0.5**halvings}
-    return scales[LR_SCHEDULER_TYPE] if USE_LR_SCHEDULER else 1.0
+    if not USE_LR_SCHEDULER:
+        return 1.0
+    if LR_SCHEDULER_TYPE == "plateau":
+        return 0.5**halvings
+    fraction = (steps_done - WARMUP_STEPS) / max(1, total - WARMUP_STEPS)
+    if LR_SCHEDULER_TYPE == "linear":
+        return 1 - fraction
+    return 0.5 * (1 + math.cos(math.pi * fraction))
 
 
 # ================================================================ the trainer
@@ -272,7 +277,7 @@ class RCETrainer:
         self.device = join_processes()
         self.run = Run(resume_from_checkpoint or RESUME)
         self.state = SimpleNamespace(
-            step=0,  # the current one, from 1; between steps, how many are done
+            step=0,  # number of the current step, from 1; 0: none has begun
             round=1,  # the current one
             round_start=0,  # the step after which it began
             evaluation={},  # the last one's metrics
@@ -287,11 +292,11 @@ class RCETrainer:
             self.load_models(self.run.checkpoint)
             if self.run.checkpoint:
                 self.load_state(self.run.checkpoint)
+        except (TypeError, AttributeError, NameError):
+            raise  # a mistake in the program
         except Exception as error:  # the libraries raise many types
-            if isinstance(error, (TypeError, AttributeError, NameError)):
-                raise  # a mistake in the program
-            names = f"ACTOR_MODEL={ACTOR_MODEL} or RESUME={self.run.checkpoint or RESUME} cannot be loaded"
-            raise UserError(f"{names} ({type(error).__name__}: {first_line(error)})") from error
+            fault = f"ACTOR_MODEL={ACTOR_MODEL} or RESUME={self.run.checkpoint or RESUME} cannot be loaded"
+            raise UserError(f"{fault} ({type(error).__name__}: {first_line(error)})") from error
         self.reward_functions = find_functions(REWARD_FUNCTIONS)  # [(name, function, weight)]
         self.accuracy_function = find_function(ACCURACY_FUNCTION)
         self.reward_parts = {}  # {name: (rows,)}, filled by compute_rewards() and logged
@@ -320,7 +325,7 @@ class RCETrainer:
         self.models = {"policy": self.actor}  # what a checkpoint holds
         self.optimizers = {"policy": make_optimizer(self.actor, LEARNING_RATE)}
         self.end_ids = find_end_ids(self.actor, self.tokenizer)
-        prefill(self.actor, [[0]])  # refuses recurrent models
+        prefill(self.actor, [[0]])  # refuses a model without a KV cache
 
     # ------------------------------------------------------------ the algorithm
 
@@ -369,8 +374,9 @@ class RCETrainer:
 
     def is_over(self):
         self.run.signal = max(all_gather(self.run.signal))  # any process may have got it
-        out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.state.evaluations_without_gain
-        return self.run.signal or out_of_patience or self.state.step >= self.total_steps
+        waited = self.state.evaluations_without_gain
+        has_patience = EARLY_STOPPING_PATIENCE == 0 or waited < EARLY_STOPPING_PATIENCE
+        return self.run.signal > 0 or not has_patience or self.state.step >= self.total_steps
 
     def copy_candidates(self):
         """A run that continues from a checkpoint of another folder takes its candidates from there."""
@@ -449,7 +455,7 @@ class RCETrainer:
             sums["policy_loss"] += loss.detach()
             sums["entropy"] += (mask * entropy).sum() / batch.mask.sum()
         metrics = clip_and_step(self.optimizers, sums, self.run)
-        self.seconds.update(update=time.perf_counter() - started)
+        self.seconds["update"] += time.perf_counter() - started
         return {**metrics, "learning_rate": LEARNING_RATE * scale}
 
     # ------------------------------------------------------------ mining
@@ -619,7 +625,7 @@ class RCETrainer:
         for first in range(0, len(rows), BATCH_SIZE * GROUP_SIZE):  # the cache of more may not fit
             part = slice(first, first + BATCH_SIZE * GROUP_SIZE)
             numbers = None if uniform is None else uniform[part].to(self.device)
-            with autocast(self.device):  # around all tokens, so that the weights are cast once
+            with autocast(self.device):  # it keeps the weights that it cast until its outermost end
                 prompts = column(rows[part], "ids")
                 sampled = generate(self.actor, prompts, numbers, self.end_ids, temperatures[part])
             batch.ids[part], batch.logprobs[part] = sampled
@@ -690,7 +696,7 @@ class RCETrainer:
             metrics["accuracy_greedy"] = self.correct(self.respond(share(rows), None)).mean().item()
             metrics["accuracy_sampled"] = correct.mean().item()
             metrics[f"pass@{EVAL_SAMPLES}"] = correct.amax(1).mean().item()
-        if prompts is None or None not in answers:  # rewards need answers
+        if prompts is None or None not in answers:  # held-out rows were checked at the start
             self.score_responses(sampled)
         return metrics | self.response_metrics(join(all_gather(sampled)))
 
@@ -796,12 +802,15 @@ class RCETrainer:
             torch.save(saved, tmp / "training_state.pt")
             shutil.copy(self.run.folder / "training_config.json", tmp / "run.json")
         for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
-            shutil.rmtree(old.rename(f"{old}.tmp"))  # what a kill leaves of it is no checkpoint
+            removed = old.rename(
+                f"{old}.tmp"
+            )  # a folder that is half deleted must not look like a checkpoint
+            shutil.rmtree(removed)
         draw_grid(self.run.folder, "training_metrics_detailed.png")
         draw_grid(self.run.folder, f"{Path(__file__).stem}_metrics_with_entropy.png", PANELS)
 
     def trained_names(self):
-        """Returns what the optimizers' states belong to: their classes and the parameters of each group."""
+        """Returns class and names of parameters of each optimizer: a resumed run must have the same."""
         trained = {}
         for key, optimizer in self.optimizers.items():
             names = {parameter: name for name, parameter in self.models[key].named_parameters()}
@@ -813,9 +822,9 @@ class RCETrainer:
         """Restores state and optimizers; load_models() took the weights from the same folder."""
         saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
         if saved.get("trained") != self.trained_names():
-            raise UserError("it trained other parameters, in another order, or by another optimizer")
+            raise UserError("the run trained other parameters, in another order, or by another optimizer")
         for name, optimizer in self.optimizers.items():
-            moments = saved["optimizers"][name]["state"]  # rates and the like are those of the constants now
+            moments = saved["optimizers"][name]["state"]  # the learning rate is that of the constants now
             optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
         for name, value in saved["state"].items():
             tensor = getattr(self.state, name, None)
@@ -837,7 +846,7 @@ def load_model(auto_class, path, is_trained=False):
     missing = info["missing_keys"] | {key[0] for key in info["mismatched_keys"]}
     if missing:
         raise UserError(f"the model {path} lacks the weights {', '.join(sorted(missing))}")
-    if getattr(model, "peft_config", None):  # all weights would be trained, and the adapter alone saved
+    if getattr(model, "peft_config", None):  # a PEFT adapter: all its model's weights would be trained
         base = next(iter(model.peft_config.values())).base_model_name_or_path
         raise UserError(f"{path} is an adapter of {base}: merge it, or name the run's best/policy")
     for parameter in model.parameters():
@@ -890,7 +899,9 @@ def make_optimizer(model, learning_rate):
 def set_learning_rate(optimizer, scale):
     """Sets the learning rate of each parameter group to `scale` times the one that it was made with."""
     for group in optimizer.param_groups:
-        group["lr"] = scale * group.setdefault("initial_lr", group["lr"])
+        if "initial_lr" not in group:
+            group["initial_lr"] = group["lr"]
+        group["lr"] = scale * group["initial_lr"]
 
 
 def clip_and_step(optimizers, sums, run):
@@ -937,11 +948,14 @@ def check_limits(model, ids, length):
 def find_end_ids(model, tokenizer):
     """Returns the ids at which sampling stops, with which the model is saved: the token by which the
     chat template ends a turn, the tokenizer's EOS, and those of the generation config."""
-    ends = [tokenizer.eos_token_id, *np.atleast_1d(model.generation_config.eos_token_id).tolist()]
-    if tokenizer.chat_template:
+    ends = model.generation_config.eos_token_id
+    if not isinstance(ends, list):
+        ends = [ends]
+    ends = [tokenizer.eos_token_id, *ends]
+    if tokenizer.chat_template:  # what follows the assistant's text in a chat begins with the end of a turn
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "xyzzy"}]
-        tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("xyzzy")[2].strip()
-        end_of_turn = tokenizer(tail, add_special_tokens=False)["input_ids"][:1]
+        after = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("xyzzy")[2].strip()
+        end_of_turn = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
         ends = [id for id in end_of_turn if id in tokenizer.added_tokens_decoder] + ends
     ends = [id for id in dict.fromkeys(ends) if id is not None]
     if not ends:
@@ -971,8 +985,8 @@ class Cache(transformers.DynamicCache):
         return layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
 
 
-def takes_ready_mask(model, cache):
-    """Whether all layers have full attention, whose mask is added to its scores and nothing else."""
+def takes_4d_mask(model, cache):
+    """Returns whether all layers have full attention: it adds a mask (rows, 1, T, tokens) to its scores."""
     config = model.config
     is_full = all(type(layer) is DynamicLayer for layer in cache.layers)
     return is_full and config._attn_implementation == "sdpa" and not getattr(config, "alibi", False)
@@ -980,11 +994,12 @@ def takes_ready_mask(model, cache):
 
 def forward(model, ids, mask, cache=None):
     """Returns the output of a model without its head, for ids (rows, T). mask covers the cache, too."""
-    positions = (mask.cumsum(1)[:, -ids.shape[1] :] - 1).clamp(min=0)
-    if cache is not None and cache.get_seq_length() > 0 and takes_ready_mask(model, cache):
-        # (rows, 1, T, tokens), in DTYPE: of another mask attention makes, and keeps, a copy in each layer
+    num_cached = mask.shape[1] - ids.shape[1]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, num_cached:]  # padding on the left has none
+    if cache is not None and cache.get_seq_length() > 0 and takes_4d_mask(model, cache):
+        # (rows, 1, T, tokens). In DTYPE: else each layer would convert the mask, and keep its own copy
         is_seen = mask.bool()[:, None, None].expand(-1, 1, ids.shape[1], -1)
-        is_seen = is_seen.tril(mask.shape[1] - ids.shape[1])
+        is_seen = is_seen.tril(num_cached)  # causal: token t of ids sees num_cached + t + 1 tokens
         mask = torch.zeros(is_seen.shape, dtype=getattr(torch, DTYPE), device=mask.device)
         mask = mask.masked_fill(~is_seen, -math.inf)
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
@@ -1001,11 +1016,12 @@ def head(model, output, hidden):
     with torch.autocast(model.device.type, enabled=False):
         if hasattr(model, "score"):
             return model.score(hidden)
-        decoder.forward = lambda *_, **__: type(output)(last_hidden_state=hidden.unsqueeze(0))
+        result = type(output)(last_hidden_state=hidden.unsqueeze(0))
+        decoder.forward = lambda *_, **__: result  # this attribute hides the method of its class
         try:
             return model(input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.long)).logits[0]
         finally:
-            del decoder.forward
+            del decoder.forward  # and the method is back
 
 
 def pad_left(rows, device):
@@ -1017,18 +1033,20 @@ def pad_left(rows, device):
 
 
 def prefill(model, prompts):
-    """Reads the distinct ones of `prompts`, a list of ids for each row. Returns the cache, the mask
-    (rows, P) and the model's output without its head, whose last_hidden_state (rows, 1, width) is that
-    of the end."""
-    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-    rows = torch.tensor([numbers[tuple(prompt)] for prompt in prompts], device=model.device)
-    ids, mask = pad_left(numbers, model.device)  # (distinct prompts, P)
+    """Runs the model on the distinct ones of `prompts`, a list of ids for each row. Returns the cache, the
+    mask (rows, P) and the model's output without its head, whose last_hidden_state (rows, 1, width) is that
+    of the last token."""
+    prompts = list(map(tuple, prompts))
+    distinct = list(dict.fromkeys(prompts))
+    index_of = {prompt: index for index, prompt in enumerate(distinct)}
+    rows = torch.tensor([index_of[prompt] for prompt in prompts], device=model.device)
+    ids, mask = pad_left(distinct, model.device)  # (distinct prompts, P)
     cache = Cache(config=model.config)
     output = forward(model, ids, mask, cache)
     if getattr(output, "past_key_values", None) is not cache:
-        raise UserError(f"{model.name_or_path} keeps no keys and values: recurrent models cannot be trained")
+        raise UserError(f"{model.name_or_path} has no KV cache: it cannot be trained here")
     output.last_hidden_state = output.last_hidden_state[rows, -1:]
-    cache.reorder_cache(rows)
+    cache.reorder_cache(rows)  # repeats the prompts' keys and values
     return cache, mask[rows], output
 
 
@@ -1046,7 +1064,7 @@ class Decoder:
         self.padding = (mask == 0).sum(1, keepdim=True)  # places before each prompt
         self.length = self.capacity = mask.shape[1]
         self.place = torch.tensor([self.length], device=model.device)  # of the next token
-        if takes_ready_mask(model, self.cache):
+        if takes_4d_mask(model, self.cache):
             self.cache.place = self.place  # else transformers appends to a copy
         self.uses_graph = CUDA_GRAPHS and model.device.type == "cuda" and self.cache.place is not None
         self.graph = None
@@ -1061,10 +1079,11 @@ class Decoder:
         """Reads a token of each row, (rows,)."""
         if self.cache.place is not None and self.length == self.capacity:
             for layer in self.cache.layers:  # keys and values: (rows, heads, places, size)
-                for name in ("keys", "values"):
-                    old = getattr(layer, name)
-                    setattr(layer, name, torch.cat([old, torch.zeros_like(old[:, :, :DECODE_BLOCK])], 2))
-            self.capacity += min(DECODE_BLOCK, self.capacity)
+                free = layer.keys.new_zeros(*layer.keys.shape[:2], DECODE_BLOCK, layer.keys.shape[3])
+                layer.keys = torch.cat([layer.keys, free], 2)
+                free = layer.values.new_zeros(*layer.values.shape[:2], DECODE_BLOCK, layer.values.shape[3])
+                layer.values = torch.cat([layer.values, free], 2)
+            self.capacity += DECODE_BLOCK
             self.graph = None
         self.length += 1
         if self.graph:
@@ -1076,7 +1095,7 @@ class Decoder:
         self.cache.length = self.capacity if self.uses_graph else self.length
         torch.use_deterministic_algorithms(False)  # a deterministic index_copy_ copies the whole cache
         self.logits = self.step()
-        if self.uses_graph:  # records a step without running it; the one above has set up the libraries
+        if self.uses_graph:  # the step above was the warm-up; the capture records one and runs nothing
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.graph_logits = self.step()
@@ -1094,7 +1113,7 @@ class Decoder:
 def sample_tokens(probabilities, uniform):
     """Returns one id per row, (rows,), where the cumulative distribution passes uniform (rows,) in [0, 1)."""
     cumulative = probabilities.double().cumsum(-1)
-    target = uniform.double().unsqueeze(1) * cumulative[:, -1:]
+    target = uniform.double().unsqueeze(1) * cumulative[:, -1:]  # their sum is 1 only up to rounding
     # NaN would give an id beyond the vocabulary
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=probabilities.shape[1] - 1)
 
@@ -1105,50 +1124,51 @@ def generate(model, prompts, uniform, end_ids, temperatures):
     MAX_NEW_TOKENS), on the CPU; what follows an end id is arbitrary."""
     device = model.device
     decoder = Decoder(model, prompts)
-    rows = torch.arange(len(prompts), device=device)  # those that are not finished
+    active = torch.arange(len(prompts), device=device)  # the rows that are not finished
     ids = torch.full((len(prompts), MAX_NEW_TOKENS), end_ids[0], device=device)
     logprobs = torch.zeros(len(prompts), MAX_NEW_TOKENS, device=device)
     ends = torch.tensor(end_ids, device=device)
-    is_finished = torch.zeros_like(rows, dtype=torch.bool)
+    is_finished = torch.zeros_like(active, dtype=torch.bool)
     for t in progress(range(MAX_NEW_TOKENS), "tokens"):
-        distribution = sampling_logprobs(decoder.logits, temperatures[rows].unsqueeze(1))
+        distribution = sampling_logprobs(decoder.logits, temperatures[active].unsqueeze(1))
         if uniform is None:
             tokens = distribution.argmax(-1)
         else:
-            tokens = sample_tokens(distribution.exp(), uniform[rows, t])
-        ids[rows, t] = tokens
-        logprobs[rows, t] = distribution.gather(1, tokens.unsqueeze(1)).squeeze(1)
+            tokens = sample_tokens(distribution.exp(), uniform[active, t])
+        ids[active, t] = tokens
+        logprobs[active, t] = distribution.gather(1, tokens.unsqueeze(1)).squeeze(1)
         is_finished |= torch.isin(tokens, ends)
-        if device.type == "cpu" or t % 16 == 15:  # looking for finished rows waits for a GPU
+        if device.type == "cpu" or t % 16 == 15:  # to look for finished rows the CPU waits for the GPU
             keep = is_finished.logical_not().nonzero().squeeze(1)
             if len(keep) == 0:
                 break
-            if len(keep) <= 0.75 * len(rows):  # dropping rows copies the cache: drop many at once
+            if len(keep) <= 0.75 * len(active):  # dropping rows copies the cache: drop many at once
                 decoder.select(keep)
-                rows, tokens, is_finished = rows[keep], tokens[keep], is_finished[keep]
+                active, tokens, is_finished = active[keep], tokens[keep], is_finished[keep]
         if t + 1 < MAX_NEW_TOKENS:
             decoder.decode(tokens)
     return ids.cpu(), logprobs.cpu()
 
 
 def response_output(model, batch, rows):
-    """Returns the ids (rows, R) of the responses with the numbers `rows`, and the model's output
-    without its head, whose last_hidden_state (rows, R, width) stands before each of these tokens. What
-    cannot continue from a cache with a gradient, recomputed or recurrent layers, is read in whole
-    sequences."""
+    """Returns the ids (rows, R) of the responses with the indices `rows`, and the model's output without
+    its head, whose last_hidden_state (rows, R, width) predicts each of these tokens. With recomputed or
+    recurrent layers a cache has no gradient: then prompt and response run together."""
     prompts = [batch.rows[i]["ids"] for i in rows]
     ids = batch.ids[rows, : int(batch.lengths[rows].max())].to(model.device)
-    is_recurrent = any(not isinstance(layer, DynamicLayer) for layer in Cache(config=model.config).layers)
+    layers = Cache(config=model.config).layers
+    is_recurrent = any(not isinstance(layer, DynamicLayer) for layer in layers)
     if torch.is_grad_enabled() and (GRADIENT_CHECKPOINTING or is_recurrent):
         prompt_ids, mask = pad_left(prompts, model.device)
-        mask = torch.cat([mask, torch.ones_like(ids)], 1)
+        mask = torch.cat([mask, torch.ones_like(ids)], 1)  # padding on the right is not seen before it
         output = forward(model, torch.cat([prompt_ids, ids], 1), mask)
         output.last_hidden_state = output.last_hidden_state[:, -ids.shape[1] - 1 : -1]
         return ids, output
     cache, mask, output = prefill(model, prompts)
-    if ids.shape[1] > 1:  # the last token is only predicted
+    if ids.shape[1] > 1:
         last_of_prompt = output.last_hidden_state
-        output = forward(model, ids[:, :-1], torch.cat([mask, torch.ones_like(ids[:, 1:])], 1), cache)
+        inputs = ids[:, :-1]  # the last token is only predicted
+        output = forward(model, inputs, torch.cat([mask, torch.ones_like(inputs)], 1), cache)
         output.last_hidden_state = torch.cat([last_of_prompt, output.last_hidden_state], 1)
     return ids, output
 
@@ -1157,13 +1177,18 @@ def logprobs_and_entropy(model, batch, rows):
     """Returns log-probabilities and entropies of the tokens of responses `rows`, two (rows, R), 0 after
     the end. Logits are held for LOGIT_CHUNK tokens at a time: the backward pass computes them again."""
     ids, output = response_output(model, batch, rows)
-    is_token = torch.arange(ids.shape[1]) < batch.lengths[rows].unsqueeze(1)
-    is_token = is_token.to(model.device)
-    chunks = zip(output.last_hidden_state[is_token].split(LOGIT_CHUNK), ids[is_token].split(LOGIT_CHUNK))
-    results = [checkpoint(chunk_logprobs, model, output, *x, use_reentrant=False) for x in chunks]
+    in_response = torch.arange(ids.shape[1]) < batch.lengths[rows].unsqueeze(1)
+    in_response = in_response.to(model.device)
+    hidden = output.last_hidden_state[in_response].split(LOGIT_CHUNK)  # (tokens, width) each
+    targets = ids[in_response].split(LOGIT_CHUNK)
+    logprobs, entropies = [], []
+    for chunk in zip(hidden, targets):
+        results = checkpoint(chunk_logprobs, model, output, *chunk, use_reentrant=False)
+        logprobs.append(results[0])
+        entropies.append(results[1])
     zeros = torch.zeros(ids.shape, device=model.device)
-    logprobs, entropies = [zeros.masked_scatter(is_token, torch.cat(values)) for values in zip(*results)]
-    return logprobs, entropies
+    logprobs = zeros.masked_scatter(in_response, torch.cat(logprobs))
+    return logprobs, zeros.masked_scatter(in_response, torch.cat(entropies))
 
 
 def chunk_logprobs(model, output, hidden, ids):
@@ -1407,7 +1432,8 @@ def prompt_and_answer(spec, record):
     prompt = record[spec["input"]]
     if spec["type"] in ("parquet", "hub"):
         prompt = without_nulls(prompt)
-    return prompt, record.get(spec.get("output"))
+    answer = record[spec["output"]] if "output" in spec else None
+    return prompt, answer
 
 
 def read_records(spec):
@@ -1460,7 +1486,9 @@ def read_message(message):
         raise ValueError(f"a chat is a list of messages, not of {message!r:.80}")
     known = ["role", "content", "name", "tool_calls", "tool_call_id"]
     message = {key: x for key, x in message.items() if x is not None}  # parquet and json fill absent keys
-    content = message.get("content", "" if "tool_calls" in message else None)
+    content = message.get("content")
+    if content is None and "tool_calls" in message:
+        content = ""
     if isinstance(content, list) and all(set(part) == {"type", "text"} for part in content):
         content = "".join(column(content, "text"))
     if not isinstance(content, str) or not set(message) <= set(known):
@@ -1500,7 +1528,7 @@ def encode(tokenizer, prompt, response=None):
         if response is not None:
             messages.append({"role": "assistant", "content": response})
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=response is None, tokenize=False)
-        text.encode()  # fails for half an emoji
+        text.encode()  # raises on half an emoji (a lone surrogate)
         for message in messages:
             if message["role"] in ("system", "user") and message["content"].strip() not in text:
                 raise ValueError(f"the chat template does not show the {message['role']}'s message")
@@ -1519,14 +1547,15 @@ def encode(tokenizer, prompt, response=None):
 
 
 def complete_columns(rows):
-    """Gives all rows the same columns, None where a data set has none: any step may draw them."""
-    names = dict.fromkeys(chain(*column(rows, "columns")))
+    """Gives all rows the same columns, None where a data set has none: a reward function finds its columns in
+    any batch."""
+    names = {name for row in rows for name in row["columns"]}
     for row in rows:
-        row["columns"] = {**names, **row["columns"]}
+        row["columns"] = {**dict.fromkeys(names), **row["columns"]}
 
 
 def check_answers(functions, rows):
-    """Refuses a row without an answer if a function of rewards/ needs one, before a step draws it."""
+    """Refuses a row without an answer if a function of rewards/ needs one: then it raises for this row."""
     row = next((row for row in rows if row["answer"] is None), None)
     for _, function, _ in functions:
         if row and getattr(function, "__module__", "") == "rewards":
@@ -1573,7 +1602,7 @@ def join(batches):
 def reward_arguments(batch):
     """Returns what reward functions take: prompts, responses, answers, and the data's columns by name."""
     names = {name for row in batch.rows for name in row["columns"]}
-    names -= {"self", "prompts", "responses", "answers"}
+    names -= {"self", "prompts", "responses", "answers"}  # parameters of compute_rewards()
     columns = {name: [row["columns"].get(name) for row in batch.rows] for name in names}
     columns["response_ids"] = batch.response_ids
     return column(batch.rows, "prompt"), batch.texts, column(batch.rows, "answer"), columns
@@ -1589,7 +1618,7 @@ def join_processes():
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
     # Float32 logits of a bfloat16 model: 10 bits of each factor (TF32) instead of 7, and float32 sums
     torch.backends.cuda.matmul.allow_tf32 = DTYPE == "bfloat16"
-    default = f"cuda:{gpu}" if DEVICE == "cuda" or torch.cuda.is_available() else "cpu"
+    default = f"cuda:{local_rank}" if DEVICE == "cuda" or torch.cuda.is_available() else "cpu"
     name = default if DEVICE in ("auto", "cuda") else DEVICE
     if name.startswith("cuda:") and torch.cuda.is_available():
         torch.cuda.set_device(name)
@@ -1690,14 +1719,14 @@ class Run:
             return
         earlier = json.loads((self.checkpoint / "run.json").read_text())
         changes = [(k, x) for k, x in constants().items() if earlier["constants"].get(k, x) != x]
-        changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR", "TEST_FILE")]
+        changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR")]
         print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
         for name, what in {"text": "file", "data": "data"}.items():
             if earlier.get(name) != self.facts.get(name):
                 changes.append(f"the {what} changed since step {state.step}")
                 print(changes[-1], flush=True)
         hint = "RESUME=no or another OUTPUT_DIR begins another run"
-        for name in ("ACTOR_MODEL", "CRITIC_MODEL", "BASE_MODEL"):
+        for name in ("ACTOR_MODEL", "CRITIC_MODEL"):
             model = earlier["constants"].get(name)
             if model != constants().get(name):
                 raise UserError(f"the weights of {self.checkpoint} are of {name}={model}: {hint}")
@@ -1735,7 +1764,7 @@ class Run:
             print(f"Moved {path} to {moved}", flush=True)
 
     def close(self, state):
-        all_gather(None)  # wait: torchrun would end processes that still write
+        all_gather(None)  # waits for all: torchrun would end processes that still write
         self.log(f"{'Stopped' if self.signal else self.outcome} at step {state.step}")
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
@@ -1762,8 +1791,12 @@ class Run:
 
 def list_checkpoints(folder):
     """Returns the folders step_N of a run, oldest first."""
-    folders = {path.parent.name[5:]: path.parent for path in Path(folder).glob("step_*/training_state.pt")}
-    return [folders[str(number)] for number in sorted(int(name) for name in folders if name.isdecimal())]
+    folders = {}
+    for path in Path(folder).glob("step_*/training_state.pt"):
+        number = path.parent.name.removeprefix("step_")
+        if number.isdecimal():  # not step_5.tmp
+            folders[int(number)] = path.parent
+    return [folders[number] for number in sorted(folders)]
 
 
 def choose_checkpoint(folder, resume):
@@ -1850,7 +1883,11 @@ def constants():
     values = {name: x for name, x in globals().items() if name.isupper() and name not in ("ROOT", "PANELS")}
 
     def describe(x):  # a function by its name, an object without its address in memory
-        return getattr(getattr(x, "func", x), "__name__", re.sub(r" at 0x\w+", "", str(x)))
+        if isinstance(x, partial):
+            x = x.func
+        if hasattr(x, "__name__"):
+            return x.__name__
+        return re.sub(r" at 0x\w+", "", str(x))
 
     text = json.dumps(values, default=describe)
     return json.loads(text.replace(json.dumps(str(ROOT))[1:-1], "{ROOT}"))  # the repository may be moved
@@ -1878,9 +1915,7 @@ def apply_overrides(arguments):
             raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file, such as {near}")
         wanted = __annotations__.get(key, type(globals()[key]))  # a type such as int, or int | None
         value = os.path.expanduser(text).replace("{file}", Path(sys.argv[0]).stem)
-        # \n is a line break, but in \\n and in LaTeX's \neq, \nu and the like
-        latex = r"(?:eq?|u|abla|ot(?:in)?|eg|mid|cong|leq|geq|less|exists|atural|orm)(?![a-z])"
-        value = re.sub(rf"(?<!\\)\\n(?!{latex})", "\n", value).replace(r"\\n", r"\n")
+        value = re.sub(r"(?<!\\)\\n", "\n", value).replace(r"\\n", r"\n")  # \n is a line break, \\n is \n
         if not isinstance(value, wanted) or text == "None":
             with suppress(ValueError, SyntaxError):
                 value = ast.literal_eval(text)
@@ -1895,7 +1930,7 @@ def apply_overrides(arguments):
 def check_numbers(counts):
     """Refuses numbers below 0, or below 1 if `counts` has their names."""
     for name, value in constants().items():
-        lowest = int(name in counts.split())
+        lowest = 1 if name in counts.split() else 0
         if type(value) not in (int, float) or name == "REWARD_MODEL_WEIGHT":
             continue
         if not lowest <= value or (type(value) is int and value >= 2**63):  # NaN, and seeds beyond 64 bits
