@@ -1,22 +1,23 @@
 """GRPO for recommendation, in one file: a language model whose tokens are the codes of items.
 
-An item is a few codes, <a_7><b_120><c_3>. The prompt is the codes of a history of items; the response is the
-codes of the next item. Decoding walks a trie of the catalogue: the softmax runs over the codes that continue
-some item, so the policy can answer with nothing but items,
+An item is a few codes, <a_7><b_120><c_3>. The prompt is the codes of a history of items; the response is
+the codes of the next item. Decoding walks a trie of the catalogue: the softmax runs over the codes that
+continue some item, so the policy can answer with nothing but items,
 
-    pi(item | history) = prod_t pi(c_t | history, c_<t),    pi(c | prefix) = softmax over the trie's children
+    pi(item | history) = prod_t pi(c_t | history, c_<t)
+    pi(c | prefix)     = softmax over the children of the prefix in the trie
 
 Every log-probability below, sampled or trained, is of this constrained distribution. Two stages:
 
     SFT    L = -mean_t log pi(c_t of the logged next item)              keeps the best validation NDCG@10
-    GRPO   the GROUP_SIZE candidates of a history, with scores s_i, are each other's baseline (2402.03300):
+    GRPO   GROUP_SIZE candidates per history, with scores s_i, are each other's baseline (2402.03300):
            A_i    = s_i - mean of its group (SCALE_REWARDS can also divide it by a standard deviation)
            rho_t  = pi(c_t) / pi_old(c_t),    clip_t = clip(rho_t, 1 - CLIP_RANGE, 1 + CLIP_RANGE_HIGH)
            kl_t   = log(pi(c_t) / pi_ref(c_t))^2 / 2,    pi_ref = the best policy of SFT
            L      = mean_t (-min(rho_t A_i, clip_t A_i) + KL_COEF kl_t - ENTROPY_COEF H_t)
 
-On policy this kl_t has the gradient of KL(pi || pi_ref); KL_ESTIMATOR has another form. GRPO's candidates
-are samples. What is recommended and evaluated is the likeliest items, which beam search finds.
+On policy this kl_t has the gradient of KL(pi || pi_ref); KL_ESTIMATOR has another form. The candidates
+are samples. What is evaluated and recommended is the likeliest items, which beam search finds.
 
 Shapes: rows = histories; G = GROUP_SIZE; depth = codes of an item; R = codes of all items of a response.
 
@@ -81,12 +82,11 @@ from rewards import UserError, call_reward, find_functions
 
 # ================================================================ constants
 
-# Model: a folder or a hub name; the codes are added to its tokenizer. A folder without weights gets random
-# ones: data/rec/llama is a small Llama that knows only codes; data/make_llama.py makes others
+# Model: a folder or a hub name; the codes are added to its tokenizer. A folder without weights gets
+# random ones: data/rec/llama is a small Llama that knows only codes; data/make_llama.py makes others
 ACTOR_MODEL = f"{ROOT}/data/rec/llama"
 DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state stay float32)
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1
-ATTENTION: str | None = None  # sdpa | eager | flash_attention_2 (if installed); None: the model's own
 
 # Data: csv files of a history and the next item. data/make_codes.py makes all files from a plain log
 TRAIN_FILE = f"{ROOT}/data/rec/train.csv"  # each item of a line but the first is a target
@@ -130,7 +130,6 @@ EVAL_BEAMS = 50  # beams in evaluation
 # Algorithm
 LEARNING_RATE = 5e-4
 MAX_GRAD_NORM = 1.0  # of SFT too
-WEIGHT_DECAY = 0.0  # of GRPO
 GROUP_EPOCHS = 1  # passes over each step's candidates
 MINI_BATCHES = 1  # optimizer steps per pass
 SCALE_REWARDS = "none"  # group | batch: advantages are divided by its standard deviation | none
@@ -157,9 +156,9 @@ USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, 
 
 
 def constrained_logprobs(logits, codes, is_allowed):
-    """Returns log-probabilities (..., width), float32, over the allowed ones of `codes`; -inf for the others.
-    This distribution is sampled *and* trained, in SFT too: change it here, and the first ratios stay 1.
-    logits (..., vocabulary); codes (..., width) are token ids; is_allowed (..., width)."""
+    """Returns log-probabilities (..., width), float32, over the allowed ones of `codes`; -inf for the
+    others. This distribution is sampled *and* trained, in SFT too: change it here, and the first ratios
+    stay 1. logits (..., vocabulary); codes (..., width) are token ids; is_allowed (..., width)."""
     scores = logits.gather(-1, codes).float() / TEMPERATURE
     return scores.masked_fill(~is_allowed, -math.inf).log_softmax(-1)
 
@@ -176,7 +175,8 @@ def group_advantages(scores):
 
 
 def policy_loss(logprobs, old_logprobs, advantages):
-    """Returns the clipped loss of each code and its ratio, both (rows, G, depth); advantages (rows, G, 1)."""
+    """Returns the clipped loss of each code and its ratio, both (rows, G, depth); advantages (rows, G,
+    1)."""
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - CLIP_RANGE, 1 + (CLIP_RANGE_HIGH or CLIP_RANGE))
     return -torch.min(ratio * advantages, clipped * advantages), ratio
@@ -191,9 +191,9 @@ def kl_loss(logprobs, ref_logprobs):
 
 
 def history_values(values, histories):
-    """Returns the value of each item after each history, (histories, items). It is the weighted mean of the
-    rows of values (items, items) of the history's items. The last item has the weight 1, each earlier one
-    VALUE_DECAY times the weight of the next."""
+    """Returns the value of each item after each history, (histories, items). It is the weighted mean of
+    the rows of values (items, items) of the history's items. The last item has the weight 1, each
+    earlier one VALUE_DECAY times the weight of the next."""
     means = []
     for history in histories:
         items_back = torch.arange(len(history) - 1.0, -1.0, -1.0)  # the last item: 0
@@ -216,7 +216,7 @@ def sft_learning_rate(step, last_step):
 
 class RecTrainer:
     """Catalogue, models, data and the algorithm; self.run has the files. self.state is what a checkpoint
-    holds beside models and optimizers: you may add numbers, texts, lists and tensors of torch."""
+    holds beside models and optimizer: you may add numbers, texts and lists."""
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
@@ -232,7 +232,7 @@ class RecTrainer:
         self.state = SimpleNamespace(
             catalogue=zlib.crc32(repr([self.catalogue.items, self.catalogue.codes]).encode()),
             stage="SFT",  # or "GRPO"
-            step=0,  # the current step, counted from 1 over both stages; between steps, how many are done
+            step=0,  # the current one, from 1, of both stages; between steps, how many are done
             first_step=0,  # steps that were done when this stage began
             evaluation={},  # metrics of the last evaluation
             best_ndcg=-math.inf,  # of SFT: its policy is the reference
@@ -262,17 +262,16 @@ class RecTrainer:
         self.seconds = {}  # of the current step, by activity
 
     def load_models(self, checkpoint):
-        """Loads reference and actor, from the checkpoint if there is one. In SFT the reference is the best
-        policy so far; in GRPO it is SFT's best policy, which the KL refers to."""
-        causal = transformers.AutoModelForCausalLM
+        """Loads reference and actor, from the checkpoint if there is one. In SFT the reference is the
+        best policy so far; in GRPO it is SFT's best policy, which the KL refers to."""
         path = checkpoint / "reference" if checkpoint else ACTOR_MODEL
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         weights = [*Path(path).glob("*.safetensors"), *Path(path).glob("*.bin")]
         if weights or not Path(path).is_dir():
-            self.reference = load_model(causal, path)
+            self.reference = load_model(path)
         else:  # a folder without weights gets random ones
             config = transformers.AutoConfig.from_pretrained(path)
-            self.reference = causal.from_config(config, attn_implementation=ATTENTION).eval()
+            self.reference = transformers.AutoModelForCausalLM.from_config(config).eval()
         known = self.tokenizer.get_vocab()
         self.tokenizer.add_tokens([code for code in self.catalogue.vocabulary if code not in known])
         if len(self.tokenizer) > self.reference.get_input_embeddings().num_embeddings:
@@ -281,22 +280,20 @@ class RecTrainer:
         ids = [self.tokenizer.convert_tokens_to_ids(codes) for codes in self.catalogue.codes]
         self.trie = Trie(torch.tensor(ids), self.device)
         if checkpoint:
-            self.set_actor(load_model(causal, checkpoint / "policy"))
+            self.set_actor(load_model(checkpoint / "policy"))
         else:
             self.set_actor(deepcopy(self.reference))
 
     def set_actor(self, model):
         """Makes a model the one that is trained, with a new optimizer."""
         self.actor = model.requires_grad_(True).to(self.device)
-        parameters = self.actor.parameters()
-        self.optimizer = torch.optim.AdamW(
-            parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True
-        )
+        options = {"lr": LEARNING_RATE, "weight_decay": 0.0, "fused": True}
+        self.optimizer = torch.optim.AdamW(self.actor.parameters(), **options)
 
     def load_data(self):
         """Loads the rows of SFT, GRPO, validation and test. A row has "ids", the prompt, "items", which
-        follow it, and "learn", whether SFT learns each of them. All but some of SFT also have "id", "user",
-        "history" and "target"."""
+        follow it, and "learn", whether SFT learns each of them. All but some of SFT also have "id",
+        "user", "history" and "target"."""
         # The token ids that the chat template and PROMPT_TEMPLATE put before and after a history
         code = self.catalogue.vocabulary[0]
         ids = encode(self.tokenizer, code)
@@ -318,8 +315,6 @@ class RecTrainer:
         if TITLE_ROWS or TITLE_HISTORY_ROWS:
             self.add_title_rows()
 
-        rows = self.sft_rows + self.rl_rows + self.valid_rows + self.test_rows
-        check_length(self.actor, max(len(row["ids"]) + len(row["items"]) * self.trie.depth for row in rows))
         self.steps_per_epoch = math.ceil(len(self.sft_rows) / SFT_BATCH_SIZE)
         self.sft_steps = SFT_EPOCHS * self.steps_per_epoch
         if VALUE_WEIGHT:
@@ -333,13 +328,13 @@ class RecTrainer:
         return self.ids_before + self.trie.codes[history].flatten().tolist() + self.ids_after
 
     def add_title_rows(self):
-        """Adds TITLE_HISTORY_ROWS of the rows once more, with titles in place of codes, and for TITLE_ROWS of
-        the items a row of SFT that asks for the item by its title."""
+        """Adds TITLE_HISTORY_ROWS of the rows once more, with titles in place of codes, and for
+        TITLE_ROWS of the items a row of SFT that asks for the item by its title."""
         titles = self.catalogue.titles
         if "" in titles:
             item = self.catalogue.items[titles.index("")]
             fault = f"{titles.count('')} items have no title, such as {item!r}"
-            raise UserError(f"ITEM_FILE = {ITEM_FILE!r}: {fault}; TITLE_ROWS, TITLE_HISTORY_ROWS need all")
+            raise UserError(f"ITEM_FILE = {ITEM_FILE!r}: {fault}, which TITLE_... need")
         draw = random.Random(SEED)
         history_rows = []
         for row in draw.sample(self.rl_rows, round(TITLE_HISTORY_ROWS * len(self.rl_rows))):
@@ -347,7 +342,8 @@ class RecTrainer:
             history_rows.append({**row, "ids": encode(self.tokenizer, text)})
         item_rows = []
         for item in draw.sample(range(len(titles)), round(TITLE_ROWS * len(titles))):
-            item_rows.append({"ids": encode(self.tokenizer, titles[item]), "items": [item], "learn": [True]})
+            ids = encode(self.tokenizer, titles[item])
+            item_rows.append({"ids": ids, "items": [item], "learn": [True]})
         for row in history_rows + item_rows:
             if self.tokenizer.unk_token_id in row["ids"]:
                 fault = f"{ACTOR_MODEL} does not know the titles' words"
@@ -421,11 +417,11 @@ class RecTrainer:
                 self.log_evaluation(self.evaluate())
             if SAVE_EVERY_N_STEPS and state.step % SAVE_EVERY_N_STEPS == 0:
                 self.save()
-        if not (self.run.folder / "best/policy").exists():  # a complete run was resumed in another folder
+        if not (self.run.folder / "best/policy").exists():  # resumed in another folder, no step was left
             self.save_policy(self.actor, "best/policy")
 
     def seed_step(self):
-        """Makes all random numbers of a step a function of its number: a checkpoint need not keep any."""
+        """Makes all random numbers of a step a function of its number: a checkpoint keeps none."""
         seed = (1_000_003 * SEED + self.state.step) % 2**32
         transformers.set_seed(seed)
         self.generator = torch.Generator().manual_seed(seed)
@@ -436,7 +432,7 @@ class RecTrainer:
         return self.run.signal or is_out_of_patience or self.state.step >= last_step
 
     def next_rows(self, rows, batch_size):
-        """Begins a step. Returns its rows, fewer at the end of an epoch. Each epoch has its own order."""
+        """Begins a step. Returns its rows, fewer at the end of an epoch. Each epoch has a new order."""
         steps_done = self.state.step - self.state.first_step
         steps_per_epoch = math.ceil(len(rows) / batch_size)
         self.epoch = steps_done // steps_per_epoch + 1
@@ -460,7 +456,7 @@ class RecTrainer:
         sums = Counter()
         for start in range(0, len(rows), MICRO_BATCH_ROWS):
             micro = rows[start : start + MICRO_BATCH_ROWS]
-            items = pad_right(column(micro, "items"), self.device)  # (rows, T); what is padded is not learnt
+            items = pad_right(column(micro, "items"), self.device)  # (rows, T); padding is not learnt
             learn = pad_right(column(micro, "learn"), self.device).unsqueeze(2)
             logprobs, entropy = self.logprobs_and_entropy(self.actor, micro, items)
             loss = -(learn * logprobs).sum() / num_codes
@@ -473,9 +469,9 @@ class RecTrainer:
 
     @torch.no_grad()
     def rollout(self, rows):
-        """Samples GROUP_SIZE items for each row and scores them. Returns a batch: rows; items (rows, G), the
-        likelier ones first; scores (rows, G) and their parts {name: (rows, G)}; logprobs and ref_logprobs
-        (rows, G, depth), of the items' codes by the sampling policy and by the reference."""
+        """Samples GROUP_SIZE items for each row and scores them. Returns a batch: rows; items (rows, G),
+        likelier ones first; scores (rows, G) and their parts {name: (rows, G)}; logprobs and
+        ref_logprobs (rows, G, depth), of the items' codes by sampling policy and reference."""
         started = time.perf_counter()
         batch = SimpleNamespace(rows=rows)
         batch.items, batch.logprobs = self.search_rows(self.actor, rows, GROUP_SIZE, is_sampled=True)
@@ -496,33 +492,28 @@ class RecTrainer:
         """Returns the scores of items (rows, G), likelier ones first, and their parts {name: (rows, G)},
         which are logged as reward/<name>. Edit or override freely."""
         items = items.cpu()
-        targets = torch.tensor(column(rows, "target")).unsqueeze(1)
-        rewards_and_weights = {"rule": ((items == targets).float(), RULE_WEIGHT)}
+        hits = (items == torch.tensor(column(rows, "target")).unsqueeze(1)).float()
+        scores = RULE_WEIGHT * hits
+        parts = {"rule": hits}
         if VALUE_WEIGHT:
             values = history_values(self.values, column(rows, "history")).gather(1, items)
-            rewards_and_weights["value"] = (values, VALUE_WEIGHT)
+            scores = scores + VALUE_WEIGHT * values
+            parts["value"] = values
         # Your functions get one entry per candidate; those of one history are neighbours
         candidate_rows = repeat_each(rows, items.shape[1])
         for name, function, weight in self.reward_functions:
             histories = [self.catalogue.names(row["history"]) for row in candidate_rows]
-            target_names = self.catalogue.names(column(candidate_rows, "target"))
-            item_names = self.catalogue.names(items.flatten())
-            values = torch.tensor(call_reward(function, histories, item_names, target_names, {}))
-            rewards_and_weights[name] = (values.view(items.shape), weight)
-        scores = torch.zeros(items.shape)
-        parts = {}
-        for name, (values, weight) in rewards_and_weights.items():
+            targets = self.catalogue.names(column(candidate_rows, "target"))
+            names = self.catalogue.names(items.flatten())
+            values = torch.tensor(call_reward(function, histories, names, targets, {})).view(items.shape)
             scores = scores + weight * values
-            if weight != 0:
-                parts[name] = values
+            parts[name] = values
         return scores.to(self.device), parts
 
     def update(self, batch):
-        """Makes GROUP_EPOCHS passes of MINI_BATCHES optimizer steps. Returns the means of their metrics."""
+        """Makes GROUP_EPOCHS passes of MINI_BATCHES optimizer steps. Returns means of their metrics."""
         started = time.perf_counter()
-        group = self.optimizer.param_groups[0]  # in a resumed run it has the checkpoint's settings
-        group["lr"] = LEARNING_RATE
-        group["weight_decay"] = WEIGHT_DECAY
+        self.optimizer.param_groups[0]["lr"] = LEARNING_RATE  # in a resumed run it is the checkpoint's
         steps = []
         for _ in range(GROUP_EPOCHS):
             order = torch.randperm(len(batch.rows), generator=self.generator)
@@ -533,15 +524,13 @@ class RecTrainer:
         mismatch = steps[0]["rollout_mismatch"]
         limits = {"float32": 1e-4, "bfloat16": 0.05}
         if math.isnan(mismatch) or mismatch > limits[DTYPE]:
-            raise UserError(f"update and rollout differ: |log ratio| is {mismatch:.2g} before the update")
+            raise UserError(f"update and rollout differ: |log ratio| {mismatch:.2g} before the update")
         metrics = {name: np.mean(column(steps, name)).item() for name in steps[0]}
-        metrics["rollout_mismatch"] = mismatch
-        metrics["learning_rate"] = LEARNING_RATE
-        return metrics
+        return {**metrics, "rollout_mismatch": mismatch, "learning_rate": LEARNING_RATE}
 
     def optimizer_step(self, batch, indices):
-        """Makes one optimizer step on the rows of the batch with these indices. The loss is the mean over all
-        codes of their candidates."""
+        """Makes one optimizer step on the rows of the batch with these indices. The loss is the mean
+        over all codes of their candidates."""
         num_codes = batch.logprobs[indices].numel()
         sums = Counter()
         for micro in indices.split(MICRO_BATCH_ROWS):
@@ -566,8 +555,8 @@ class RecTrainer:
         return self.clip_and_step(sums)
 
     def clip_and_step(self, sums):
-        """Clips the gradient and steps, if all is finite. Returns the metrics: sums, 0-d tensors, and the
-        gradient's norm."""
+        """Clips the gradient and steps, if all is finite. Returns the metrics: sums, 0-d tensors, and
+        the gradient's norm."""
         sums["policy_grad_norm"] = torch.nn.utils.clip_grad_norm_(self.actor.parameters(), MAX_GRAD_NORM)
         metrics = {name: x.item() for name, x in sums.items()}
         if all(map(math.isfinite, metrics.values())):
@@ -580,8 +569,8 @@ class RecTrainer:
     # ------------------------------------------------------------ scoring and searching
 
     def logprobs_and_entropy(self, model, rows, items):
-        """Returns the log-probabilities of the codes of items (rows, T), which follow the rows' prompts, and
-        the entropy before each code, two (rows, T, depth)."""
+        """Returns the log-probabilities of the codes of items (rows, T), which follow the rows'
+        prompts, and the entropy before each code, two (rows, T, depth)."""
         ids = self.trie.codes[items].flatten(1)  # (rows, R)
         prefix = Prefix(model, column(rows, "ids"))
         logits = prefix.logits  # (rows, 1, vocabulary)
@@ -590,8 +579,8 @@ class RecTrainer:
         return item_logprobs(self.trie, logits.unflatten(1, (-1, self.trie.depth)), items)
 
     def candidate_logprobs(self, model, batch, indices):
-        """Returns the log-probabilities of the codes of candidates, and the entropy before each code, two
-        (rows, G, depth), for the rows of the batch with these indices."""
+        """Returns the log-probabilities of the codes of candidates, and the entropy before each code,
+        two (rows, G, depth), for the rows of the batch with these indices."""
         items = batch.items[indices]  # (rows, G)
         rows = repeat_each([batch.rows[i] for i in indices], items.shape[1])
         logprobs, entropy = self.logprobs_and_entropy(model, rows, items.view(-1, 1))
@@ -599,18 +588,19 @@ class RecTrainer:
 
     @torch.no_grad()
     def search_rows(self, model, rows, width, is_sampled=False):
-        """Returns `width` items for each row, likelier ones first, (rows, width), and the log-probabilities
-        of their codes, (rows, width, depth)."""
+        """Returns `width` items for each row, likelier ones first, (rows, width), and the
+        log-probabilities of their codes, (rows, width, depth)."""
         width = min(width, len(self.catalogue.items))
         # Drawn for all rows at once, so that samples do not depend on MICRO_BATCH_ROWS
         uniform = torch.rand(len(rows), width, self.trie.depth).to(self.device) if is_sampled else None
         found = []
         starts = range(0, len(rows), MICRO_BATCH_ROWS)
-        for start in tqdm(starts, leave=False, file=sys.stdout, disable=None):  # None: only on a terminal
+        for start in tqdm(starts, leave=False, file=sys.stdout, disable=None):
             micro = slice(start, start + MICRO_BATCH_ROWS)
+            prompts = column(rows[micro], "ids")
             numbers = uniform[micro] if is_sampled else None
             with autocast(self.device):  # around all codes, so that the weights are cast once
-                found.append(search(model, self.trie, column(rows[micro], "ids"), width, numbers))
+                found.append(search(model, self.trie, prompts, width, numbers))
         items = torch.cat([items for items, _ in found])
         logprobs = torch.cat([logprobs for _, logprobs in found])
         order = logprobs.sum(2).argsort(dim=1, descending=True, stable=True)
@@ -618,13 +608,9 @@ class RecTrainer:
         return items[row, order], logprobs[row, order]
 
     def recommend(self, history, k=10, is_new=False):
-        """Returns the actor's k likeliest items after a history (names, oldest first): tuples of item, title
-        and probability. is_new=True leaves out the items of the history."""
-        names = list(map(str, history))
-        unknown = [name for name in names if name not in self.catalogue.number]
-        if unknown or not names:
-            raise UserError(f"recommend() takes a history of one or more items of INDEX_FILE; not {unknown}")
-        items = [self.catalogue.number[name] for name in names]
+        """Returns the actor's k likeliest items after a history (names, oldest first): tuples of item,
+        title and probability. is_new=True leaves out the items of the history."""
+        items = [self.catalogue.number[str(name)] for name in history]
         row = {"ids": self.prompt(items[-MAX_HISTORY:])}
         width = max(k, EVAL_BEAMS) + len(items)
         numbers, logprobs = self.search_rows(self.actor, [row], width)
@@ -633,14 +619,15 @@ class RecTrainer:
         for number, probability in zip(numbers[0].tolist(), probabilities.tolist()):
             if is_new and number in items:
                 continue
-            recommended.append((self.catalogue.items[number], self.catalogue.titles[number], probability))
+            item, title = self.catalogue.items[number], self.catalogue.titles[number]
+            recommended.append((item, title, probability))
         return recommended[:k]
 
     # ------------------------------------------------------------ evaluation, logs, checkpoints
 
     @torch.no_grad()
     def evaluate(self):
-        """Returns metrics of the likeliest items of each validation row, and reward_sampled, of samples."""
+        """Returns metrics of the likeliest items on validation, and reward_sampled, of samples."""
         rows = self.valid_rows
         lists, _ = self.search_rows(self.actor, rows, EVAL_BEAMS)
         metrics = means(self.list_figures(lists, rows))
@@ -651,8 +638,8 @@ class RecTrainer:
         return metrics
 
     def list_figures(self, lists, rows):
-        """Returns the metrics of lists of items (rows, width), best first, by row: {name: (rows,)}. The first
-        GROUP_SIZE items are rewarded. coverage@10 is one number for all rows, (1,)."""
+        """Returns the metrics of lists of items (rows, width), best first, by row: {name: (rows,)}. The
+        first GROUP_SIZE items are rewarded. coverage@10 is one number for all rows, (1,)."""
         lists = lists.cpu()
         figures = {}
         for k in (1, 3, 5, 10, 20):
@@ -706,7 +693,7 @@ class RecTrainer:
         self.log_step(metrics, self.state.first_step + MAX_STEPS, printed)
 
     def log_step(self, metrics, last_step, printed):
-        """Logs the metrics of a step. Prints those named in `printed` every PRINT_EVERY_N_STEPS steps."""
+        """Logs the metrics of a step, and prints those that are named in `printed`."""
         step = self.state.step
         metrics = {"epoch": self.epoch, **metrics}
         for name, seconds in self.seconds.items():
@@ -719,13 +706,13 @@ class RecTrainer:
 
     @torch.no_grad()
     def test(self):
-        """Compares the baselines, SFT's best policy and GRPO's on the test rows. Writes eval_test.json."""
+        """Compares the baselines and the best policies of SFT and GRPO on the test rows."""
         rows = self.test_rows
         lists = baseline_lists(rows)
         lists["sft"], _ = self.search_rows(self.reference, rows, EVAL_BEAMS)
         if self.state.stage == "GRPO":
-            best = load_model(transformers.AutoModelForCausalLM, self.run.folder / "best/policy")
-            lists["grpo"], _ = self.search_rows(best.to(self.device), rows, EVAL_BEAMS)
+            best = load_model(self.run.folder / "best/policy").to(self.device)
+            lists["grpo"], _ = self.search_rows(best, rows, EVAL_BEAMS)
         figures = {name: self.list_figures(items, rows) for name, items in lists.items()}
         if "grpo" in figures:
             figures["grpo - sft"] = {key: figures["grpo"][key] - x for key, x in figures["sft"].items()}
@@ -764,9 +751,10 @@ class RecTrainer:
             torch.save(saved, tmp / "training_state.pt")
             shutil.copy(self.run.folder / "training_config.json", tmp / "run.json")
         for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
-            shutil.rmtree(old.rename(f"{old}.tmp"))  # if it is killed here, what remains is no checkpoint
+            shutil.rmtree(old.rename(f"{old}.tmp"))  # after a kill the rest is no checkpoint
         draw_grid(self.run.folder, "training_metrics_detailed.png", self.baselines)
-        draw_grid(self.run.folder, f"{Path(__file__).stem}_metrics_with_entropy.png", self.baselines, PANELS)
+        name = f"{Path(__file__).stem}_metrics_with_entropy.png"
+        draw_grid(self.run.folder, name, self.baselines, PANELS)
 
     def load_state(self, folder):
         """Restores state and optimizer; load_models() took the weights from the same folder."""
@@ -774,21 +762,16 @@ class RecTrainer:
         if saved["state"]["catalogue"] != self.state.catalogue:
             raise UserError(f"INDEX_FILE = {INDEX_FILE!r} has other codes than the run")
         self.optimizer.load_state_dict(saved["optimizer"])
-        for name, value in saved["state"].items():
-            tensor = getattr(self.state, name, None)
-            if torch.is_tensor(tensor):
-                tensor.detach().copy_(value)  # in place: an optimizer may train it
-            else:
-                setattr(self.state, name, value)
+        vars(self.state).update(saved["state"])
 
 
 # ================================================================ models
 
 
-def load_model(auto_class, path):
+def load_model(path):
     """Returns a frozen model in evaluation mode, in which it stays. Missing weights are an error."""
-    options = {"output_loading_info": True, "dtype": torch.float32, "attn_implementation": ATTENTION}
-    model, info = auto_class.from_pretrained(path, **options)
+    auto_class = transformers.AutoModelForCausalLM
+    model, info = auto_class.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
     missing = info["missing_keys"] | {key[0] for key in info["mismatched_keys"]}
     if missing:
         raise UserError(f"the model {path} lacks the weights {', '.join(sorted(missing))}")
@@ -798,28 +781,18 @@ def load_model(auto_class, path):
     return model.requires_grad_(False).eval()
 
 
-def check_length(model, length):
-    """Refuses more tokens than the model has positions: on a GPU they would end the process."""
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    limit = getattr(config, "max_position_embeddings", None) or math.inf
-    if length > limit * (rope.get("factor") or 1):
-        fault = "too few for the longest text with its response"
-        raise UserError(f"{model.name_or_path} has {limit} positions: {fault}, {length} tokens")
-
-
 def autocast(device):
     return torch.autocast(device.type, torch.bfloat16, enabled=DTYPE == "bfloat16")
 
 
 # ================================================================ prompts and what follows them
-# Each distinct prompt is computed once (prefill). Its rows continue from its keys and values: in the search
-# one code at a time (decode), in scoring all codes at once, in the update with a gradient.
+# Each distinct prompt is computed once (prefill). Its rows continue from its keys and values: in the
+# search one code at a time (decode), in scoring all codes at once, in the update with a gradient.
 
 
 class Prefix:
-    """The tokens of each row so far, as keys and values in a cache. self.logits (rows, 1, vocabulary) predict
-    what follows the prompts, lists of ids. Equal prompts are computed once."""
+    """The tokens of each row so far, as keys and values in a cache. self.logits (rows, 1, vocabulary)
+    predict what follows the prompts, lists of ids. Equal prompts are computed once."""
 
     def __init__(self, model, prompts):
         self.model = model
@@ -860,7 +833,7 @@ def pad_left(lists, device):
 
 
 def pad_right(lists, device):
-    """Returns lists as one tensor, (rows, length of the longest), with 0 or False after the shorter ones."""
+    """Returns lists as one tensor, (rows, length of the longest), padded with 0 or False."""
     return pad_sequence([torch.tensor(row) for row in lists], batch_first=True).to(device)
 
 
@@ -872,13 +845,13 @@ def repeat_each(rows, count):
     return repeated
 
 
-# ================================================================ the trie of the catalogue, and decoding
+# ================================================================ the trie of the catalogue, search
 
 
 class Trie:
-    """The codes of all items as a tree of prefixes. Level 0 has one node, the empty prefix; a node of level l
-    is a distinct prefix of l codes, with its number in lexical order. codes (items, depth): token ids, all
-    rows distinct."""
+    """The codes of all items as a tree of prefixes. Level 0 has one node, the empty prefix; a node of
+    level l is a distinct prefix of l codes, with its number in lexical order. codes (items, depth):
+    token ids, all rows distinct."""
 
     def __init__(self, codes, device):
         self.codes = codes.to(device)
@@ -899,7 +872,7 @@ class Trie:
         self.item_at = self.paths[:, -1].argsort()  # (items,), the item of each node of the last level
 
     def distribution(self, level, nodes, logits):
-        """Returns the children of nodes (...) of a level and their log-probabilities, both (..., width)."""
+        """Returns the children of nodes (...) of a level and their log-probabilities, (..., width)."""
         children = self.children[level][nodes]
         codes = self.last_codes[level][children]
         return children, constrained_logprobs(logits, codes, children >= 0)
@@ -926,8 +899,8 @@ def item_logprobs(trie, logits, items):
 def search(model, trie, prompts, width, uniform=None):
     """Returns `width` items for each prompt (a list of ids): their numbers (prompts, width), and the
     log-probabilities of their codes, (prompts, width, depth). It goes down the trie level by level with
-    several prefixes per prompt: by samples with replacement, which `uniform` numbers (prompts, width, depth)
-    decide, or without them by beam search."""
+    several prefixes per prompt: by samples with replacement, which `uniform` numbers (prompts, width,
+    depth) decide, or without them by beam search."""
     prefix = Prefix(model, prompts)
     logits = prefix.logits
     prompt = torch.arange(len(prompts), device=model.device).unsqueeze(1)
@@ -952,10 +925,11 @@ def search(model, trie, prompts, width, uniform=None):
 
 
 def best_options(prefix_logprobs, option_logprobs, width):
-    """Returns the parent and the option of the `width` likeliest next prefixes, two (prompts, next prefixes),
-    for prefixes (prompts, prefixes) and options (prompts, prefixes, options). For example, a has the options
-    x and y, b has x alone. The totals [[-0.5, -2.7, -1.1, -inf]] are those of ax, ay, bx and of no item, the
-    best two are the numbers [[0, 2]], their parents [[0, 1]] (a and b) and options [[0, 0]] (x and x)."""
+    """Returns the parent and the option of the `width` likeliest next prefixes, two (prompts, next
+    prefixes), for prefixes (prompts, prefixes) and options (prompts, prefixes, options). For example, a
+    has the options x and y, b has x alone. The totals [[-0.5, -2.7, -1.1, -inf]] are those of ax, ay,
+    bx and of no item, the best two are the numbers [[0, 2]], their parents [[0, 1]] (a and b) and
+    options [[0, 0]] (x and x)."""
     totals = (prefix_logprobs.unsqueeze(2) + option_logprobs).flatten(1)
     numbers = totals.topk(min(width, totals.shape[1])).indices
     num_options = option_logprobs.shape[2]
@@ -963,8 +937,8 @@ def best_options(prefix_logprobs, option_logprobs, width):
 
 
 def sampled_options(option_logprobs, uniform):
-    """Returns the parent and the option of each sample, two (prompts, samples). At the root all samples have
-    one parent, later each continues its own prefix. uniform (prompts, samples) is in [0, 1)."""
+    """Returns the parent and the option of each sample, two (prompts, samples). At the root all samples
+    have one parent, later each continues its own prefix. uniform (prompts, samples) is in [0, 1)."""
     num_prompts, num_samples = uniform.shape
     prompt = torch.arange(num_prompts, device=uniform.device).unsqueeze(1)
     parent = torch.arange(num_samples, device=uniform.device) % option_logprobs.shape[1]
@@ -1012,15 +986,12 @@ class Catalogue:
         form = 'it takes {item: codes}, such as {"B0012": ["<a_7>", "<b_120>", "<c_3>"]}'
         if not isinstance(index, dict) or not index:
             raise UserError(f"INDEX_FILE = {INDEX_FILE!r}: {form}")
-        depth = len(next(iter(index.values())))
         item_of = {}  # {codes: item}
         for item, codes in index.items():
             fault = f"INDEX_FILE = {INDEX_FILE!r}: item {item!r} has {codes!r:.80}"
             is_list = isinstance(codes, list) and len(codes) > 0
             if not is_list or not all(isinstance(code, str) and code.strip() for code in codes):
                 raise UserError(f"{fault}: {form}")
-            if len(codes) != depth:
-                raise UserError(f"{fault}: all items need the same number of codes, {depth}")
             if tuple(codes) in item_of:
                 raise UserError(f"{fault}, as item {item_of[tuple(codes)]!r} has")
             item_of[tuple(codes)] = item
@@ -1054,7 +1025,7 @@ def read_csv(path):
 
 
 def read_sequences(constant, catalogue):
-    """Returns [{"id", "user", "items"}] of a csv file; items are the numbers of a history and its target."""
+    """Returns [{"id", "user", "items"}] of a csv file; items: numbers of a history and its target."""
     file = Path(globals()[constant])
     sequences = []
     for line, record in enumerate(read_file(constant, read_csv), 2):
@@ -1067,15 +1038,17 @@ def read_sequences(constant, catalogue):
             sequences.append({"id": f"{file.name}:{line}", "user": record[USER_COLUMN], "items": items})
         except (KeyError, ValueError, SyntaxError, TypeError) as error:
             fault = f"{type(error).__name__}: {first_line(error)}"
-            takes = f"{HISTORY_COLUMN}, a list such as [3, 17], and {TARGET_COLUMN}, of items of INDEX_FILE"
-            raise UserError(f"{file} line {line} ({fault}): it takes {USER_COLUMN}, {takes}") from None
+            columns = f"{USER_COLUMN}, {HISTORY_COLUMN} such as [3, 17] and {TARGET_COLUMN}"
+            hint = f"it takes {columns}, of items of INDEX_FILE"
+            raise UserError(f"{file} line {line} ({fault}): {hint}") from None
     return sequences
 
 
 def load_splits(catalogue):
-    """Returns sequences to train on, and rows of validation and test. A sequence is a line of TRAIN_FILE cut
-    to its target and MAX_HISTORY items before it. Its "learn" says for each item but the first whether it is
-    a target: not if the same user took it after the same item in validation, test or an earlier line."""
+    """Returns sequences to train on, and rows of validation and test. A sequence is a line of
+    TRAIN_FILE cut to its target and MAX_HISTORY items before it. Its "learn" says for each item but the
+    first whether it is a target: not if the same user took it after the same item in validation, test
+    or an earlier line."""
     valid = [make_row(sequence) for sequence in read_sequences("VALID_FILE", catalogue)]
     test = []
     if TEST_FILE:
@@ -1135,15 +1108,15 @@ def baseline_lists(rows):
     positions = [position.get(tuple(row["history"])) for row in rows]
     width = min(items.shape[1] for items in lists.values())
     if not is_current or None in positions or width < GROUP_SIZE:
-        fault = "is of other rows, codes, MAX_HISTORY or a smaller GROUP_SIZE, and is not shown"
-        print(f"BASELINES_FILE = {BASELINES_FILE!r} {fault}; data/rec_baselines.py writes it", flush=True)
+        fault = "is not shown: it is of other rows, codes, MAX_HISTORY or a smaller GROUP_SIZE"
+        print(f"BASELINES_FILE = {BASELINES_FILE!r} {fault} (data/rec_baselines.py)", flush=True)
         return {}
     return {name: torch.tensor(items[positions]).long() for name, items in lists.items()}
 
 
 def gains(lists, rows, k):
-    """Returns NDCG@k by row, (rows,): 1 / log2(rank + 1) of the target's rank in the list, from 1; 0 if it
-    is not among the first k."""
+    """Returns NDCG@k by row, (rows,): 1 / log2(rank + 1) of the target's rank in the list, from 1; 0 if
+    it is not among the first k."""
     targets = torch.tensor(column(rows, "target")).unsqueeze(1)
     is_target = lists[:, :k] == targets
     ranks = torch.arange(1, is_target.shape[1] + 1)
@@ -1173,7 +1146,7 @@ class Run:
     """The files of one run in OUTPUT_DIR, and the signals that end the run."""
 
     def __init__(self, resume):
-        self.folder = Path(OUTPUT_DIR).absolute()  # once: a reward function may change the working directory
+        self.folder = Path(OUTPUT_DIR).absolute()  # a program may change the working directory
         self.logs = {}
         self.wandb = None
         self.signal = 0
@@ -1215,17 +1188,19 @@ class Run:
             file.truncate(min(file.tell(), state.log_sizes.get(name, 0)))
             self.logs[name] = file
         config = self.folder / "training_config.json"
-        config.with_suffix(".tmp").write_text(json.dumps(self.facts | {"constants": constants()}, indent=1))
+        facts = {**self.facts, "constants": constants()}
+        config.with_suffix(".tmp").write_text(json.dumps(facts, indent=1))
         config.with_suffix(".tmp").rename(config)
         if USE_WANDB:
             import wandb  # slow
 
-            self.wandb = wandb.init(dir=self.folder, config=constants(), id=state.wandb_id, resume="allow")
+            options = {"id": state.wandb_id, "resume": "allow"}
+            self.wandb = wandb.init(dir=self.folder, config=constants(), **options)
             state.wandb_id = self.wandb.id
 
     def compare(self, state, is_complete):
-        """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights are
-        those of the checkpoint. Refuses a complete run that would end as if it had trained what changed."""
+        """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights
+        are the checkpoint's. Refuses changes of a complete run: it would end as if it had them."""
         if not self.checkpoint:
             return
         earlier = json.loads((self.checkpoint / "run.json").read_text())
@@ -1247,8 +1222,8 @@ class Run:
             raise UserError(f"complete at step {state.step}, but {'; '.join(changes)}: {hint}")
 
     def move_old_files(self, state, target):
-        """Moves files away to the folder `target`: those later than the checkpoint that is resumed, or all
-        of an earlier run."""
+        """Moves files away to the folder `target`: those later than the checkpoint that is resumed, or
+        all of an earlier run."""
         config = self.folder / "training_config.json"
         if not config.exists():
             return
@@ -1257,9 +1232,8 @@ class Run:
             stale = [path for path in stale if int(path.name.removeprefix("step_")) > state.step]
         else:
             state.log_sizes = {}
-            for (
-                pattern
-            ) in "logs/*.jsonl logs/training_*.log *_metrics_*.png eval_test.json sft/policy".split():
+            names = "eval_test.json sft/policy"
+            for pattern in f"logs/*.jsonl logs/training_*.log *_metrics_*.png {names}".split():
                 stale += self.folder.glob(pattern)
             stale.append(config)  # moved last: a start that does not find it moves nothing
         if stale:  # best/ may be of a later step, or of the other run
@@ -1312,7 +1286,7 @@ def choose_checkpoint(folder, resume):
     if resume not in ("ask", "yes", "no"):
         checkpoints = list_checkpoints(resume) or [Path(resume)]
         if not (checkpoints[-1] / "training_state.pt").exists():
-            raise UserError(f"RESUME = {resume!r} is not ask, yes, no, or the folder of a checkpoint or run")
+            raise UserError(f"RESUME = {resume!r} is not ask, yes, no or a checkpoint's or run's folder")
     if resume == "no" or not checkpoints:
         return None
     print(f"Found checkpoint: {checkpoints[-1]}", flush=True)
@@ -1334,7 +1308,7 @@ def digest(items):
 
 @contextmanager
 def atomic_folder(path):
-    """Yields a folder to fill, which is then renamed to `path`: that one is there whole or not at all."""
+    """Yields a folder to fill, which is then renamed to `path`: it is there whole or not at all."""
     tmp = path.with_name(path.name + ".tmp")
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
@@ -1347,15 +1321,15 @@ def atomic_folder(path):
     tmp.rename(path)
 
 
-# The panels of grpo_rec_metrics_with_entropy.png: {title: {stage: metric}}. training_metrics_detailed.png has
-# a panel for each stage and metric
+# The panels of grpo_rec_metrics_with_entropy.png: {title: {stage: metric}}.
+# training_metrics_detailed.png has a panel for each stage and metric
 PANELS = {
     "HR@10": {"validation": "hr@10"},
     "NDCG@10": {"validation": "ndcg@10"},
     "reward of the likeliest items": {"validation": "reward"},
     "value of the likeliest items": {"validation": "reward/value"},
     "reward of samples": {"GRPO": "reward", "validation": "reward_sampled"},
-    "catalogue coverage of the best 10": {"validation": "coverage@10"},
+    "coverage of the catalogue": {"validation": "coverage@10"},
     "loss of SFT": {"SFT": "sft_loss"},
     "entropy per code": {"SFT": "entropy", "GRPO": "entropy"},
     "KL to the best policy of SFT": {"GRPO": "kl"},
@@ -1370,8 +1344,9 @@ def stage_of(record):
 
 
 def draw_grid(folder, path, baselines, panels=None):
-    """Draws the panels in which something varies, by default one per stage and metric. A step of training is
-    a faint point around the rolling mean, an evaluation a point, a baseline {name: metrics} a dashed line."""
+    """Draws the panels in which something varies, by default one per stage and metric. A step of
+    training is a faint point around the rolling mean, an evaluation a point, a baseline {name: metrics}
+    a dashed line."""
     curves = {}  # {(stage, metric): ([steps], [values])}
     for line in (folder / "logs/metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -1392,15 +1367,15 @@ def draw_grid(folder, path, baselines, panels=None):
         for stage, name in metrics.items():
             steps, values = curves.get((stage, name), ([], []))
             if stage == "validation":
-                (legend[stage],) = axis.plot(steps, values, "o-", color="C1", markersize=4)
+                (line,) = axis.plot(steps, values, "o-", color="C1", markersize=4)
+                legend["validation"] = line
             elif values:
                 color = "C0" if stage == "SFT" else "C2"
                 window = max(1, len(values) // 12)
                 rolling_means = np.convolve(values, np.full(window, 1 / window), "valid")
                 axis.plot(steps, values, ".", color=color, alpha=0.2)
-                (legend[f"{stage}, rolling mean"],) = axis.plot(
-                    steps[window - 1 :], rolling_means, color=color
-                )
+                (line,) = axis.plot(steps[window - 1 :], rolling_means, color=color)
+                legend[f"{stage}, rolling mean"] = line
         for color, (baseline, figures) in enumerate(baselines.items(), 3):
             value = figures.get(metrics.get("validation"))
             if value is not None:
@@ -1420,7 +1395,8 @@ def first_line(error):
 
 def constants():
     """Returns every constant of this file by name, as JSON has it."""
-    values = {name: x for name, x in globals().items() if name.isupper() and name not in ("ROOT", "PANELS")}
+    values = {name: x for name, x in globals().items() if name.isupper()}
+    del values["ROOT"], values["PANELS"]
 
     def describe(value):  # a function by its name
         return getattr(value, "__name__", type(value).__name__)
@@ -1441,7 +1417,7 @@ def read_constants(path):
 
 
 def apply_overrides(arguments):
-    """Sets constants from KEY=VALUE arguments, or @FILE with one on each line, in the constants' types."""
+    """Sets constants from KEY=VALUE arguments, or @FILE with one on each line, in their types."""
     for argument in arguments:
         if argument.startswith("@"):
             apply_overrides(read_constants(argument[1:]))
@@ -1449,9 +1425,10 @@ def apply_overrides(arguments):
         key, _, text = argument.partition("=")
         if key not in constants():
             near = difflib.get_close_matches(key.upper(), constants(), 1, 0.0)[0]
-            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file, such as {near}")
+            raise UserError(f"{argument!r} is not KEY=VALUE with a constant, such as {near}")
         wanted = __annotations__.get(key, type(globals()[key]))  # a type such as int, or int | None
-        value = os.path.expanduser(text).replace("{file}", Path(sys.argv[0]).stem).replace(r"\n", "\n")
+        value = os.path.expanduser(text).replace(r"\n", "\n")
+        value = value.replace("{file}", Path(sys.argv[0]).stem)
         if not isinstance(value, wanted) or text == "None":
             with suppress(ValueError, SyntaxError):
                 value = ast.literal_eval(text)
@@ -1489,14 +1466,13 @@ def check_constants():
     require(EVAL_BEAMS >= 20, "EVAL_BEAMS is 20 or more")
     require(VALUE_WEIGHT or RULE_WEIGHT or REWARD_FUNCTIONS, "a reward has a weight")
     require(VALUES_FILE or VALUE_WEIGHT == 0, "VALUE_WEIGHT needs a VALUES_FILE")
-    require(
-        ITEM_FILE or TITLE_ROWS + TITLE_HISTORY_ROWS == 0, "TITLE_ROWS, TITLE_HISTORY_ROWS need an ITEM_FILE"
-    )
+    needs_titles = TITLE_ROWS + TITLE_HISTORY_ROWS > 0
+    require(ITEM_FILE or not needs_titles, "TITLE_ROWS, TITLE_HISTORY_ROWS need an ITEM_FILE")
     require("{input}" in PROMPT_TEMPLATE, "PROMPT_TEMPLATE contains {input}")
 
 
 def train_main():
-    """Exit codes: 0; 2: the user can correct it; 130, 143: a signal; 1, with a traceback: other errors."""
+    """Exit codes: 0; 2: the user can correct it; 130, 143: a signal; 1, with a traceback: all else."""
     trainer = None
     try:
         apply_overrides(sys.argv[1:])

@@ -1,7 +1,7 @@
 """PPO over retrieval, in one file: it chooses top_k, temperature and reranking for each question.
 
-An episode has one step. The observation s describes the question and what BM25 finds for it. The action a
-is one of TOP_KS x TEMPERATURES x RERANKS: how many paragraphs the generator gets, its temperature, and
+An episode has one step. The observation s describes the question and what BM25 finds for it. The action
+a is one of TOP_KS x TEMPERATURES x RERANKS: how many paragraphs the generator gets, its temperature, and
 whether a reranker sorts the paragraphs first. The reward r of the answer trains the policy (PPO, arXiv
 1707.06347). With one step per episode there is no GAE and no bootstrapping:
 
@@ -12,22 +12,22 @@ whether a reranker sorts the paragraphs first. The reward r of the answer trains
           + VALUE_LOSS_COEF mean 1/2 (V - r)^2 - ENTROPY_COEF mean H(pi)
 
 Actor and critic are one network with two heads. Before training every question is answered under every
-action, and the answers are kept in CACHE_DIR: PPO then trains in seconds, and simple rules are measured on
+action, and the answers are kept in CACHE_DIR. So PPO trains in seconds, and simple rules are measured on
 the same answers.
 
-Shapes: Q = questions; A = actions; E = entries of an observation; episodes = pairs of question and action.
+Shapes: Q = questions; A = actions; E = entries of an observation; episodes = questions with an action.
 
     python ppo/ppo_rag.py                 # edit the constants below, or give KEY=VALUE or @FILE
     python ppo/ppo_rag.py MAX_STEPS=0     # the table of all actions and the rules, without training
 
-Writes table.jsonl (all answers), test.json, logs/, step_N/, best/policy/ and two pictures into OUTPUT_DIR. A
-run that was stopped or killed continues from its last checkpoint, and ends with the same bytes.
+Writes table.jsonl (all answers), test.json, logs/, step_N/, best/policy/ and two pictures into
+OUTPUT_DIR. A run that was stopped or killed continues from its last checkpoint, to the same bytes.
 
 To change        see                                To change   see
 the loss         policy_loss, optimizer_step        the data    load_questions, data/make_corpus.py
 the reward       EM_WEIGHT ..., compute_rewards     a metric    compute_rewards, record, evaluate
 the actions      TOP_KS, TEMPERATURES, RERANKS      a plot      PANELS, draw_grid
-the observation  observe                            the QA      Trigrams, CrossEncoder, Generator, QASystem
+the observation  observe                            the system  Trigrams, CrossEncoder, Generator
 """
 
 import ast
@@ -79,8 +79,8 @@ from rewards import UserError
 
 # ================================================================ constants
 
-# Data: a folder with corpus {title, text} and questions {question, answer, gold, type}, each a .jsonl, .csv
-# or .parquet file. An answer may be a list of right ones; gold (titles) and type may be missing
+# Data: a folder with corpus {title, text} and questions {question, answer, gold, type}, each a .jsonl,
+# .csv or .parquet file. An answer may be a list of right ones; gold (titles) and type may be missing
 DATASET = f"{ROOT}/data/rag"
 SAMPLE: int | None = None  # number of questions drawn from the data set; None: all
 TEST_QUESTIONS = 400  # used once, at the end; at most 4/15 of the questions
@@ -97,8 +97,8 @@ PROMPT = (
     "CONTEXTS:\n{contexts}\nQUESTION: {question}\nANSWER:"
 )
 PARAGRAPH = "[{n}] {title}: {text}"
-CHAT_TEMPLATE = True  # True: the prompt is a user's message, if the generator has a template; False: plain
-MAX_PROMPT_TOKENS = 4096  # paragraphs beyond this or the generator's own limit are dropped, with a warning
+CHAT_TEMPLATE = True  # sends the prompt as a user's message, if the generator has a chat template
+MAX_PROMPT_TOKENS = 4096  # paragraphs beyond this or the generator's own limit are left out
 MAX_NEW_TOKENS = 16
 DTYPE = "float32"  # float32 | bfloat16, of generator and reranker
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # or mps; of generator and reranker
@@ -146,8 +146,9 @@ USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, 
 
 
 def words_of(text):
-    """Returns the lower-case words and signs of a text, without punctuation: of "C++" c, + and +. In scripts
-    without blanks, such as Chinese and Thai, each character is a word, and so is each pair of neighbours."""
+    """Returns the lower-case words and signs of a text, without punctuation: of "C++" c, + and +. In
+    scripts without blanks, such as Chinese and Thai, each character is a word, and so is each pair of
+    neighbours."""
     no_blanks = r"\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
     patterns = [
         rf"([{no_blanks}]+)",
@@ -177,14 +178,16 @@ def fraction_found(items, collection):
 
 
 def observe(question, scores, paragraphs, vocabulary):
-    """Returns the observation of a question, {name: number}, of its words and BM25's 20 best paragraphs."""
+    """Returns the observation of a question, {name: number}, of its words and BM25's 20 best
+    paragraphs."""
     words = words_of(question)
     s = np.zeros(20)  # scores, the highest first
     s[: len(scores)] = scores  # a small corpus has fewer paragraphs
     best_score = max(s[0], 1e-9)
     entries = {"words": len(words)}
-    entries["unknown"] = 1 - fraction_found(words, vocabulary)  # fraction of the words that no paragraph has
-    for keyword in "who what when where which how of or and".split():  # "or": a choice; "of": often a chain
+    entries["unknown"] = 1 - fraction_found(words, vocabulary)  # words that no paragraph has
+    # "or" often asks for a choice, "of" for a chain of facts
+    for keyword in "who what when where which how of or and".split():
         entries[f"has_{keyword}"] = keyword in words
     verbs = "is are was were do does did has have had can could".split()
     entries["yes_no"] = len(words) > 0 and words[0] in verbs
@@ -207,8 +210,9 @@ def all_actions():
 
 
 class Policy(torch.nn.Module):
-    """Actor and critic: two shared layers, then one logit per action, and a value. Inputs are normalized by
-    mean and standard deviation of the observations (questions, E) that the policy is made with."""
+    """Actor and critic: two shared layers, then one logit per action, and a value. Inputs are
+    normalized by mean and standard deviation of the observations (questions, E) that the policy is made
+    with."""
 
     def __init__(self, observations, num_actions):
         super().__init__()
@@ -218,7 +222,7 @@ class Policy(torch.nn.Module):
         self.second = torch.nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE)
         self.actor = torch.nn.Linear(HIDDEN_SIZE, num_actions)
         self.critic = torch.nn.Linear(HIDDEN_SIZE, 1)
-        # The actor's weights are small, so that at first all actions are about equally likely (2006.05990)
+        # With small weights of the actor all actions are at first about equally likely (2006.05990)
         gains = {self.first: 2**0.5, self.second: 2**0.5, self.actor: 0.01, self.critic: 1.0}
         for layer, gain in gains.items():
             torch.nn.init.orthogonal_(layer.weight, gain)
@@ -241,16 +245,14 @@ def policy_loss(logprobs, old_logprobs, advantages):
 
 
 class RAGTrainer:
-    """self.table has all answers, self.rewards (Q, A) their rewards, self.run the files. self.state is what a
-    checkpoint holds beside policy and optimizer: you may add numbers, texts, lists and tensors of torch."""
+    """self.table has all answers, self.rewards (Q, A) their rewards, self.run the files. self.state is
+    what a checkpoint holds beside policy and optimizer: you may add numbers, texts and lists."""
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
         self.run = Run(resume_from_checkpoint or RESUME)
         self.actions = all_actions()
-        self.action_names = [
-            f"k={k} T={temperature} rerank={rerank}" for k, temperature, rerank in self.actions
-        ]
+        self.action_names = [f"k={k} T={t} rerank={rerank}" for k, t, rerank in self.actions]
         self.questions, corpus = load_questions()
         self.qa = QASystem(corpus)
         self.table = answer_all(self.questions, self.qa)  # records, one per question and action
@@ -287,8 +289,8 @@ class RAGTrainer:
             self.load_state(self.run.checkpoint)
 
     def compute_rewards(self, table):
-        """Returns the reward of each answer, and other metrics, {name: (answers,)}. Edit or override freely.
-        table: {column: list}, of the fields of questions and of answer_questions()."""
+        """Returns the reward of each answer, and other metrics, {name: (answers,)}. Edit or override
+        freely. table: {column: list}, of the fields of questions and of answer_questions()."""
         texts = (table["question"], table["response"], table["answer"])
         form = "strict_" if STRICT else ""
         em = torch.tensor(rewards.find_function(f"{form}em")(*texts))
@@ -340,15 +342,15 @@ class RAGTrainer:
         return state.evaluation
 
     def seed_step(self):
-        """Makes all random numbers of a step a function of its number: a checkpoint need not keep any."""
+        """Makes all random numbers of a step a function of its number: a checkpoint keeps none."""
         seed = (1_000_003 * SEED + self.state.step) % 2**32
         transformers.set_seed(seed)
         self.generator = torch.Generator().manual_seed(seed)
 
     @torch.no_grad()
     def rollout(self):
-        """Samples an action for each of N_STEPS training questions. Returns the batch of episodes: questions
-        and actions (numbers), logprobs, values and rewards, all (episodes,)."""
+        """Samples an action for each of N_STEPS training questions. Returns the batch of episodes:
+        questions and actions (numbers), logprobs, values and rewards, all (episodes,)."""
         train = self.splits["train"]
         questions = train[torch.randperm(len(train), generator=self.generator)[:N_STEPS]]
         distribution, values = self.policy(self.observations[questions])  # (episodes, A), (episodes,)
@@ -364,7 +366,7 @@ class RAGTrainer:
         batch.advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
 
     def update(self, batch):
-        """Makes GROUP_EPOCHS passes over the episodes. Returns the means of the optimizer steps' metrics."""
+        """Makes GROUP_EPOCHS passes of optimizer steps. Returns means of their metrics."""
         for group in self.optimizer.param_groups:  # in a resumed run it has the checkpoint's
             group["lr"] = LEARNING_RATE
         steps = []
@@ -402,9 +404,9 @@ class RAGTrainer:
         return {name: x.item() for name, x in metrics.items()}
 
     def fit_rules(self):
-        """Returns the simple rules, {name: probabilities (Q, A)}. best_fixed: the best action on the training
-        questions; best_by_type: the best one for each question type; tree: see fit_tree(); oracle: the best
-        action of each question, which only its answers show."""
+        """Returns the simple rules, {name: probabilities (Q, A)}. best_fixed: the best action on the
+        training questions; best_by_type: the best one for each question type; tree: see fit_tree();
+        oracle: the best action of each question, which only its answers show."""
         train = self.splits["train"]
         types = np.array(column(self.questions, "type"))
         actions = {}  # {rule: the number of each question's action, (Q,)}
@@ -425,8 +427,8 @@ class RAGTrainer:
         return rules
 
     def fit_tree(self):
-        """Returns each question's best action, (Q,), by a regression tree that predicts the rewards of all
-        actions from the observation. Its number of leaves is chosen on validation."""
+        """Returns each question's best action, (Q,), by a regression tree that predicts the rewards of
+        all actions from the observation. Its number of leaves is chosen on validation."""
         train = self.splits["train"]
         validation = self.splits["validation"]
         highest = -math.inf
@@ -442,8 +444,8 @@ class RAGTrainer:
         return best_actions
 
     def measure(self, questions, probabilities):
-        """Returns the means of all metrics over questions (numbers), if actions are drawn with probabilities
-        (Q, A). Questions without gold paragraphs do not count for the recall."""
+        """Returns the means of all metrics over questions (numbers), if actions are drawn with
+        probabilities (Q, A). Questions without gold paragraphs do not count for the recall."""
         means = {}
         for name, x in self.metrics.items():
             means[name] = (probabilities * x)[questions].sum(1).nanmean().item()
@@ -458,9 +460,9 @@ class RAGTrainer:
         return self.measure(self.splits["validation"], self.choose(self.policy))
 
     def test(self):
-        """Prints metrics of all actions, the rules and the policy of best/ on the test questions, and writes
-        test.json. gain: the policy's reward minus that of the row; interval: half of its 95% interval; same:
-        how often the policy takes the same action."""
+        """Prints metrics of all actions, the rules and the policy of best/ on the test questions, and
+        writes test.json. gain: the policy's reward minus that of the row; interval: half of its 95%
+        interval; same: how often the policy takes the same action."""
         questions = self.splits["test"]
         best = self.choose(self.best)
         policies = {}  # {name: probabilities (Q, A)}
@@ -520,7 +522,7 @@ class RAGTrainer:
             self.best.load_state_dict(self.policy.state_dict())
 
     def save(self):
-        """Writes step_N/ if it is not there yet and best/, removes old checkpoints and draws the plots."""
+        """Writes step_N/ and best/, removes old checkpoints and draws the pictures."""
         folder = self.run.folder / f"step_{self.state.step}"
         self.run.checkpoint = folder  # if train() is called again, it resumes from here
         if folder not in list_checkpoints(self.run.folder):
@@ -533,14 +535,14 @@ class RAGTrainer:
                 torch.save({"state": vars(self.state), **saved}, tmp / "training_state.pt")
                 shutil.copy(self.run.folder / "training_config.json", tmp / "run.json")
         for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
-            shutil.rmtree(old.rename(f"{old}.tmp"))  # if it is killed here, what remains is no checkpoint
+            shutil.rmtree(old.rename(f"{old}.tmp"))  # after a kill the rest is no checkpoint
         draw_grid(self.run.folder, "training_metrics_detailed.png", self.rule_metrics)
         draw_grid(self.run.folder, "ppo_rag_metrics_with_entropy.png", self.rule_metrics, PANELS)
 
     def load_state(self, folder):
         saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
         if saved["state"]["trained_for"] != self.state.trained_for:
-            raise UserError(f"{folder} was trained with other actions or questions: RESUME=no starts again")
+            raise UserError(f"{folder} was trained with other actions or questions: set RESUME=no")
         vars(self.state).update(saved["state"])
         for name in ("policy", "best", "optimizer"):
             getattr(self, name).load_state_dict(saved[name])
@@ -550,12 +552,12 @@ def column(rows, field):
     return [row[field] for row in rows]
 
 
-# ================================================================ the system that answers: replace any part
+# ================================================================ the system: replace any part of it
 
 
 class Trigrams:
-    """A reranker without a model: it compares the character trigrams of question and paragraph, weighted by
-    rarity in the corpus. So it finds old spellings and inflected words, which BM25 misses."""
+    """A reranker without a model: it compares character trigrams, weighted by their rarity in the
+    corpus. So it finds old spellings and inflected words, which BM25 misses."""
 
     def __init__(self, corpus):
         options = {"analyzer": "char_wb", "ngram_range": (3, 3), "binary": True}
@@ -599,16 +601,18 @@ class Generator:
     def __init__(self):
         config = transformers.AutoConfig.from_pretrained(GENERATOR)
         self.is_seq2seq = config.is_encoder_decoder
-        auto_class = (
-            transformers.AutoModelForSeq2SeqLM if self.is_seq2seq else transformers.AutoModelForCausalLM
-        )
-        side = "right" if self.is_seq2seq else "left"
+        auto_class = transformers.AutoModelForCausalLM
+        side = "left"
+        if self.is_seq2seq:
+            auto_class = transformers.AutoModelForSeq2SeqLM
+            side = "right"
         self.model = auto_class.from_pretrained(GENERATOR, dtype=DTYPE).to(DEVICE)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(GENERATOR, padding_side=side)
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
+        # A chat template writes the special tokens itself
         self.is_chat = bool(CHAT_TEMPLATE and self.tokenizer.chat_template)
-        max_positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9
-        self.limit = min(MAX_PROMPT_TOKENS, max_positions - MAX_NEW_TOKENS, self.tokenizer.model_max_length)
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9
+        self.limit = min(MAX_PROMPT_TOKENS, positions - MAX_NEW_TOKENS, self.tokenizer.model_max_length)
         # Without the model's own penalties, beams and filters a temperature means what it says
         own_config = self.model.generation_config.to_dict()
         ids = {name: x for name, x in own_config.items() if name.endswith("_token_id")}
@@ -633,21 +637,15 @@ class Generator:
 
     @torch.no_grad()
     def answers(self, prompts, temperature):
-        """Returns an answer for each prompt, and how many tokens prompt and answer have: [(text, tokens)].
-        Samples depend on nothing but the prompts."""
-        inputs = self.tokenizer(
-            prompts,
-            add_special_tokens=not self.is_chat,  # a chat template writes them itself
-            padding=True,
-            return_tensors="pt",
-            return_token_type_ids=False,
-        ).to(DEVICE)
+        """Returns [(answer, tokens of prompt and answer)]. Samples depend on nothing but the prompts."""
+        options = {"padding": True, "return_tensors": "pt", "return_token_type_ids": False}
+        inputs = self.tokenizer(prompts, add_special_tokens=not self.is_chat, **options).to(DEVICE)
         pad_id = self.tokenizer.pad_token_id
         options = {"max_new_tokens": MAX_NEW_TOKENS, "pad_token_id": pad_id}
         if temperature > 0:
             options |= {"do_sample": True, "temperature": temperature}
-        text = repr(tuple(prompts))
-        torch.manual_seed(int(hashlib.sha1(text.encode()).hexdigest(), 16) % 2**32)
+        hash_of_prompts = hashlib.sha1(repr(tuple(prompts)).encode()).hexdigest()
+        torch.manual_seed(int(hash_of_prompts, 16) % 2**32)
         tokens = self.model.generate(**inputs, **options)
         # A seq2seq model begins with one start token, a causal model with the prompt
         start = 1 if self.is_seq2seq else inputs["input_ids"].shape[1]
@@ -673,8 +671,8 @@ class QASystem:
         self.ranked = functools.lru_cache(1000)(self.ranked)  # all actions need the same paragraphs
 
     def search(self, question, count):
-        """Returns (paragraphs, scores) of the `count` best ones, best first. If no paragraph has a word of
-        the question, all score 0."""
+        """Returns (paragraphs, scores) of the `count` best ones, best first. If no paragraph has a word
+        of the question, all score 0."""
         scores = self.index.get_scores(words_of(question) or [""])
         order = np.argsort(-scores, kind="stable")[:count]
         return [self.corpus[i] for i in order], scores[order]
@@ -685,7 +683,7 @@ class QASystem:
         return list(observe(question, scores, paragraphs, self.index.vocab_dict).values())
 
     def ranked(self, question, rerank):
-        """Returns the question's paragraphs, best first, at least as many as the largest action takes."""
+        """Returns the question's paragraphs, best first, as many as the largest action takes or more."""
         paragraphs, _ = self.search(question, max(*TOP_KS, RERANK_DEPTH))
         if not rerank:
             return paragraphs
@@ -741,11 +739,10 @@ def records_of(path):
 
 def read_file(name, fields):
     """Returns the records of the file `name` in DATASET, {field: text, or texts of answer and gold}."""
-    paths = [
-        path for path in Path(DATASET).glob(f"{name}.*") if path.suffix in (".jsonl", ".csv", ".parquet")
-    ]
+    names = [f"{name}.jsonl", f"{name}.csv", f"{name}.parquet"]
+    paths = [Path(DATASET, name) for name in names if Path(DATASET, name).exists()]
     if len(paths) != 1:
-        raise UserError(f"DATASET = {DATASET!r} needs one of {name}.jsonl, {name}.csv and {name}.parquet")
+        raise UserError(f"DATASET = {DATASET!r} needs one of {', '.join(names)}")
     path = paths[0]
     rows = []
     try:
@@ -768,8 +765,8 @@ def read_file(name, fields):
 
 
 def load_questions():
-    """Returns the questions {"question", "answer" (a text or a list of right ones), "type", "gold" (titles),
-    "split"}, and the corpus {"title", "text"}, both without repetitions."""
+    """Returns the questions {"question", "answer" (a text or a list of right ones), "type", "gold"
+    (titles), "split"}, and the corpus {"title", "text"}, both without repetitions."""
     corpus = {}
     for paragraph in read_file("corpus", ["title", "text"]):
         corpus[paragraph_text(paragraph)] = paragraph
@@ -823,9 +820,9 @@ def confused_answers(golds):
 
 
 def system_digest(qa):
-    """Returns a text that changes with everything that decides an answer: models, prompts, corpus, code."""
-    facts = [GENERATOR, RERANKER, DTYPE, PROMPT, PARAGRAPH, CHAT_TEMPLATE, MAX_PROMPT_TOKENS, MAX_NEW_TOKENS]
-    facts += [TITLE_WEIGHT, RERANK_DEPTH, qa.corpus]
+    """Returns a text that changes with all that decides an answer: models, prompts, corpus, code."""
+    facts = [GENERATOR, RERANKER, DTYPE, TITLE_WEIGHT, RERANK_DEPTH, qa.corpus]
+    facts += [PROMPT, PARAGRAPH, CHAT_TEMPLATE, MAX_PROMPT_TOKENS, MAX_NEW_TOKENS]
     facts += [torch.__version__, transformers.__version__, bm25s.__version__]
     for function in (words_of, paragraph_text, answer_questions):
         facts.append(inspect.getsource(function))
@@ -863,10 +860,11 @@ def answer_questions(qa, questions, action):
 
 
 def answer_all(questions, qa):
-    """Returns the table of answers, a record for each question and action, in this order: the fields of the
-    question, those of answer_questions(), and recall, the fraction of gold titles in the prompt. Answers are
-    kept in CACHE_DIR, a line for each action and QUESTIONS_AT_ONCE questions."""
-    warn_of_questions(questions, qa)
+    """Returns the table of answers, a record for each question and action, in this order: the fields of
+    the question, those of answer_questions(), and recall, the fraction of gold titles in the prompt.
+    Answers are kept in CACHE_DIR, a line for each action and QUESTIONS_AT_ONCE questions."""
+    for question in column(questions, "question"):
+        qa.generator.prompt(question, [])  # refuses one that is too long before any is answered
     path = Path(CACHE_DIR) / f"{system_digest(qa)}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = {}  # {questions and an action, as text: records}
@@ -902,18 +900,6 @@ def answer_all(questions, qa):
     return table
 
 
-def warn_of_questions(questions, qa):
-    """Refuses a question that is longer than a prompt. Counts those for which BM25 finds no paragraph."""
-    num_not_found = 0
-    for question in column(questions, "question"):
-        qa.generator.prompt(question, [])
-        _, scores = qa.search(question, 1)
-        num_not_found += not scores.any()
-    if num_not_found:
-        counts = f"{num_not_found} of {len(questions)} questions"
-        print(f"WARNING: BM25 finds no paragraph for {counts}", flush=True)
-
-
 # ================================================================ the run's files
 
 
@@ -921,7 +907,7 @@ class Run:
     """The files of one run in OUTPUT_DIR, and the signals that end the run."""
 
     def __init__(self, resume):
-        self.folder = Path(OUTPUT_DIR).absolute()  # once: a program may change the working directory
+        self.folder = Path(OUTPUT_DIR).absolute()  # a program may change the working directory
         self.logs = {}
         self.wandb = None
         self.signal = 0
@@ -963,17 +949,19 @@ class Run:
             file.truncate(min(file.tell(), state.log_sizes.get(name, 0)))
             self.logs[name] = file
         config = self.folder / "training_config.json"
-        config.with_suffix(".tmp").write_text(json.dumps(self.facts | {"constants": constants()}, indent=1))
+        facts = {**self.facts, "constants": constants()}
+        config.with_suffix(".tmp").write_text(json.dumps(facts, indent=1))
         config.with_suffix(".tmp").rename(config)
         if USE_WANDB:
             import wandb  # slow
 
-            self.wandb = wandb.init(dir=self.folder, config=constants(), id=state.wandb_id, resume="allow")
+            options = {"id": state.wandb_id, "resume": "allow"}
+            self.wandb = wandb.init(dir=self.folder, config=constants(), **options)
             state.wandb_id = self.wandb.id
 
     def compare(self, state, is_complete):
-        """Prints what changed since the checkpoint that is resumed. Refuses a complete run that would end as
-        if it had trained what changed."""
+        """Prints what changed since the checkpoint that is resumed. Refuses a complete run that would
+        end as if it had trained what changed."""
         if not self.checkpoint:
             return
         earlier = json.loads((self.checkpoint / "run.json").read_text())
@@ -992,8 +980,8 @@ class Run:
             raise UserError(f"complete at step {state.step}, but {'; '.join(changes)}: {hint}")
 
     def move_old_files(self, state, target):
-        """Moves files away to the folder `target`: those later than the checkpoint that is resumed, or all
-        of an earlier run."""
+        """Moves files away to the folder `target`: those later than the checkpoint that is resumed, or
+        all of an earlier run."""
         config = self.folder / "training_config.json"
         if not config.exists():
             return
@@ -1002,8 +990,8 @@ class Run:
             stale = [path for path in stale if int(path.name.removeprefix("step_")) > state.step]
         else:
             state.log_sizes = {}
-            patterns = "logs/*.jsonl logs/training_*.log *_metrics_*.png test.json table.jsonl best/policy"
-            for pattern in patterns.split():
+            names = "test.json table.jsonl best/policy"
+            for pattern in f"logs/*.jsonl logs/training_*.log *_metrics_*.png {names}".split():
                 stale += self.folder.glob(pattern)
             stale.append(config)  # moved last: a start that does not find it moves nothing
         for path in stale:
@@ -1053,7 +1041,7 @@ def choose_checkpoint(folder, resume):
     if resume not in ("ask", "yes", "no"):
         checkpoints = list_checkpoints(resume) or [Path(resume)]
         if not (checkpoints[-1] / "training_state.pt").exists():
-            raise UserError(f"RESUME = {resume!r} is not ask, yes, no, or the folder of a checkpoint or run")
+            raise UserError(f"RESUME = {resume!r} is not ask, yes, no or a checkpoint's or run's folder")
     if resume == "no" or not checkpoints:
         return None
     print(f"Found checkpoint: {checkpoints[-1]}", flush=True)
@@ -1075,7 +1063,7 @@ def digest(items):
 
 @contextmanager
 def atomic_folder(path):
-    """Yields a folder to fill, which is then renamed to `path`: that one is there whole or not at all."""
+    """Yields a folder to fill, which is then renamed to `path`: it is there whole or not at all."""
     tmp = path.with_name(path.name + ".tmp")
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
@@ -1093,8 +1081,8 @@ PANELS = ["reward", "em", "f1", "cost", "recall", "entropy", "top_k", "temperatu
 
 
 def draw_grid(folder, path, rules, names=None):
-    """Draws a panel for each metric that varies. A step of training is a faint point around the rolling mean,
-    an evaluation a point, a rule {name: metrics} a dashed line."""
+    """Draws a panel for each metric that varies. A step of training is a faint point around the rolling
+    mean, an evaluation a point, a rule {name: metrics} a dashed line."""
     curves = {"train": {}, "eval": {}}  # {phase: {metric: ([steps], [values])}}
     for line in (folder / "logs/metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -1119,9 +1107,11 @@ def draw_grid(folder, path, rules, names=None):
             window = max(1, len(values) // 12)
             rolling_means = np.convolve(values, np.full(window, 1 / window), "valid")
             axis.plot(steps, values, ".", color="C0", alpha=0.2)
-            (legend["training, rolling mean"],) = axis.plot(steps[window - 1 :], rolling_means, color="C0")
+            (line,) = axis.plot(steps[window - 1 :], rolling_means, color="C0")
+            legend["training, sampled actions (rolling mean)"] = line
         if name in curves["eval"]:
-            (legend["validation"],) = axis.plot(*curves["eval"][name], "o-", color="C1", markersize=4)
+            (line,) = axis.plot(*curves["eval"][name], "o-", color="C1", markersize=4)
+            legend["validation, likeliest actions"] = line
         for color, (rule, metrics) in enumerate(rules.items(), 2):
             if name in metrics:
                 line = axis.axhline(metrics[name], color=f"C{color}", linestyle="--", linewidth=1)
@@ -1140,7 +1130,8 @@ def first_line(error):
 
 def constants():
     """Returns every constant of this file by name, as JSON has it."""
-    values = {name: x for name, x in globals().items() if name.isupper() and name not in ("ROOT", "PANELS")}
+    values = {name: x for name, x in globals().items() if name.isupper()}
+    del values["ROOT"], values["PANELS"]
     text = json.dumps(values)
     return json.loads(text.replace(json.dumps(str(ROOT))[1:-1], "{ROOT}"))  # the repository may be moved
 
@@ -1157,7 +1148,7 @@ def read_constants(path):
 
 
 def apply_overrides(arguments):
-    """Sets constants from KEY=VALUE arguments, or @FILE with one on each line, in the constants' types."""
+    """Sets constants from KEY=VALUE arguments, or @FILE with one on each line, in their types."""
     for argument in arguments:
         if argument.startswith("@"):
             apply_overrides(read_constants(argument[1:]))
@@ -1165,9 +1156,10 @@ def apply_overrides(arguments):
         key, _, text = argument.partition("=")
         if key not in constants():
             near = difflib.get_close_matches(key.upper(), constants(), 1, 0.0)[0]
-            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file, such as {near}")
+            raise UserError(f"{argument!r} is not KEY=VALUE with a constant, such as {near}")
         wanted = __annotations__.get(key, type(globals()[key]))  # a type such as int, or int | None
-        value = os.path.expanduser(text).replace("{file}", Path(sys.argv[0]).stem).replace(r"\n", "\n")
+        value = os.path.expanduser(text).replace(r"\n", "\n")
+        value = value.replace("{file}", Path(sys.argv[0]).stem)
         if not isinstance(value, wanted) or text == "None":
             with suppress(ValueError, SyntaxError):
                 value = ast.literal_eval(text)
@@ -1209,7 +1201,8 @@ def check_constants():
 
 
 def train_main():
-    """Exit codes: 0; 2: the user can correct it; 130, 143: a signal; 1, with a traceback: other errors."""
+    """Exit codes: 0; 2: the user can correct it; 130, 143: a signal; 1, with a traceback: other
+    errors."""
     trainer = None
     try:
         apply_overrides(sys.argv[1:])

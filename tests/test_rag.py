@@ -344,12 +344,6 @@ def test_words_of_one_character_signs_and_all_scripts_are_found(rag, row):
     assert forms[0] == forms[1] and module.words_of("Oslo_1, (a)!") == ["oslo", "1", "a"]
 
 
-def test_questions_without_a_word_of_the_corpus_are_counted(fake, monkeypatch, capsys):
-    monkeypatch.setattr(FakeSystem, "search", lambda self, question, count: (self.corpus, np.zeros(1)))
-    fake()
-    assert "BM25 finds no paragraph for 60 of 60 questions" in capsys.readouterr().out
-
-
 def test_a_generators_own_penalties_and_beams_stay_out(rag, tmp_path):
     module = rag()
     prompts = ["QUESTION: Where was Robert Merrow born?"] * 9
@@ -492,7 +486,7 @@ ERRORS = [
     ({"questions.csv": "question,answer\nq,a\nq,nan\n"}, "DATA", "questions.csv: record 2: no answer in"),
     ({"questions.csv": "question,answer\nq,['a']\n"}, "DATA", "record 1: a cell with [ is a JSON list"),
     ({"corpus.csv": 'title,text\na,"b\n'}, "DATA", "corpus.csv: record 1: unexpected end of data"),
-    ({"corpus.jsonl": "{}"}, "DATA", "needs one of corpus.jsonl, corpus.csv and corpus.parquet"),
+    ({"corpus.jsonl": "{}"}, "DATA", "needs one of corpus.jsonl, corpus.csv, corpus.parquet"),
     ({}, "DATA", "has 1 questions and 1 paragraphs: that is too few"),
     ({"questions.csv": LONG}, "MAX_PROMPT_TOKENS=99 DATA", "tokens, more than 99, the limit of"),
     ({}, "GENERATOR=/nowhere/model", "/nowhere/model"),
