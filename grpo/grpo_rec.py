@@ -132,7 +132,7 @@ LEARNING_RATE = 5e-4
 MAX_GRAD_NORM = 1.0  # of SFT too
 GROUP_EPOCHS = 1  # passes over each step's candidates
 MINI_BATCHES = 1  # optimizer steps per pass
-SCALE_REWARDS = "none"  # group | batch: advantages are divided by its standard deviation | none
+SCALE_REWARDS = "none"  # group | batch: divides advantages by its standard deviation | none
 CLIP_RANGE = 0.2
 CLIP_RANGE_HIGH: float | None = None  # None: the same as CLIP_RANGE. DAPO uses 0.28
 ENTROPY_COEF = 0.0
@@ -175,8 +175,7 @@ def group_advantages(scores):
 
 
 def policy_loss(logprobs, old_logprobs, advantages):
-    """Returns the clipped loss of each code and its ratio, both (rows, G, depth); advantages (rows, G,
-    1)."""
+    """Returns the clipped loss and the ratio of each code, (rows, G, depth); advantages (rows, G, 1)."""
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - CLIP_RANGE, 1 + (CLIP_RANGE_HIGH or CLIP_RANGE))
     return -torch.min(ratio * advantages, clipped * advantages), ratio
@@ -555,8 +554,7 @@ class RecTrainer:
         return self.clip_and_step(sums)
 
     def clip_and_step(self, sums):
-        """Clips the gradient and steps, if all is finite. Returns the metrics: sums, 0-d tensors, and
-        the gradient's norm."""
+        """Clips the gradient and steps, if all is finite. Returns sums (0-d tensors) and the norm."""
         sums["policy_grad_norm"] = torch.nn.utils.clip_grad_norm_(self.actor.parameters(), MAX_GRAD_NORM)
         metrics = {name: x.item() for name, x in sums.items()}
         if all(map(math.isfinite, metrics.values())):
@@ -593,16 +591,16 @@ class RecTrainer:
         width = min(width, len(self.catalogue.items))
         # Drawn for all rows at once, so that samples do not depend on MICRO_BATCH_ROWS
         uniform = torch.rand(len(rows), width, self.trie.depth).to(self.device) if is_sampled else None
-        found = []
+        results = []
         starts = range(0, len(rows), MICRO_BATCH_ROWS)
         for start in tqdm(starts, leave=False, file=sys.stdout, disable=None):
             micro = slice(start, start + MICRO_BATCH_ROWS)
             prompts = column(rows[micro], "ids")
             numbers = uniform[micro] if is_sampled else None
             with autocast(self.device):  # around all codes, so that the weights are cast once
-                found.append(search(model, self.trie, prompts, width, numbers))
-        items = torch.cat([items for items, _ in found])
-        logprobs = torch.cat([logprobs for _, logprobs in found])
+                results.append(search(model, self.trie, prompts, width, numbers))
+        items = torch.cat([items for items, _ in results])
+        logprobs = torch.cat([logprobs for _, logprobs in results])
         order = logprobs.sum(2).argsort(dim=1, descending=True, stable=True)
         row = torch.arange(len(rows), device=self.device).unsqueeze(1)
         return items[row, order], logprobs[row, order]
@@ -654,8 +652,8 @@ class RecTrainer:
         return figures
 
     def log_evaluation(self, metrics):
-        """Logs what evaluate() returned. Keeps the best policy: of SFT, by NDCG@10, in the reference; of
-        GRPO, by reward, in best/."""
+        """Logs what evaluate() returned. Keeps the best policy: SFT's, by NDCG@10, in the reference,
+        GRPO's, by reward, in best/."""
         state = self.state
         state.evaluation = metrics
         self.run.write("metrics.jsonl", phase="eval", step=state.step, **metrics)
@@ -1222,8 +1220,7 @@ class Run:
             raise UserError(f"complete at step {state.step}, but {'; '.join(changes)}: {hint}")
 
     def move_old_files(self, state, target):
-        """Moves files away to the folder `target`: those later than the checkpoint that is resumed, or
-        all of an earlier run."""
+        """Moves files later than the resumed checkpoint, or all of an earlier run, to `target`."""
         config = self.folder / "training_config.json"
         if not config.exists():
             return
@@ -1344,9 +1341,8 @@ def stage_of(record):
 
 
 def draw_grid(folder, path, baselines, panels=None):
-    """Draws the panels in which something varies, by default one per stage and metric. A step of
-    training is a faint point around the rolling mean, an evaluation a point, a baseline {name: metrics}
-    a dashed line."""
+    """Draws panels, by default one per stage and metric, without metrics that are constant. A training
+    step is a faint point, an evaluation a full one, a baseline {name: metrics} a dashed line."""
     curves = {}  # {(stage, metric): ([steps], [values])}
     for line in (folder / "logs/metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -1356,12 +1352,16 @@ def draw_grid(folder, path, baselines, panels=None):
                 steps.append(record["step"])
                 values.append(value)
     curves = {key: curve for key, curve in curves.items() if len(set(curve[1])) > 1}
-    panels = panels or {f"{stage}: {name}": {stage: name} for stage, name in curves}
-    panels = {title: metrics for title, metrics in panels.items() if curves.keys() & metrics.items()}
-    height = max(1, math.ceil(len(panels) / 3))
+    if panels is None:
+        panels = {f"{stage}: {name}": {stage: name} for stage, name in curves}
+    drawn = []
+    for title, metrics in panels.items():
+        if any((stage, name) in curves for stage, name in metrics.items()):
+            drawn.append((title, metrics))
+    height = max(1, math.ceil(len(drawn) / 3))
     figure = Figure(figsize=(10, 2.3 * height + 0.8), layout="constrained")
     legend = {}  # {label: line}
-    for number, (title, metrics) in enumerate(panels.items(), 1):
+    for number, (title, metrics) in enumerate(drawn, 1):
         axis = figure.add_subplot(height, 3, number, title=title, xlabel="step")
         axis.grid(alpha=0.3)
         for stage, name in metrics.items():
@@ -1370,10 +1370,10 @@ def draw_grid(folder, path, baselines, panels=None):
                 (line,) = axis.plot(steps, values, "o-", color="C1", markersize=4)
                 legend["validation"] = line
             elif values:
-                color = "C0" if stage == "SFT" else "C2"
+                color = {"SFT": "C0", "GRPO": "C2"}[stage]
                 window = max(1, len(values) // 12)
                 rolling_means = np.convolve(values, np.full(window, 1 / window), "valid")
-                axis.plot(steps, values, ".", color=color, alpha=0.2)
+                axis.plot(steps, values, ".", color=color, alpha=0.3, markersize=3)
                 (line,) = axis.plot(steps[window - 1 :], rolling_means, color=color)
                 legend[f"{stage}, rolling mean"] = line
         for color, (baseline, figures) in enumerate(baselines.items(), 3):

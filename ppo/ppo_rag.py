@@ -147,14 +147,13 @@ USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, 
 
 def words_of(text):
     """Returns the lower-case words and signs of a text, without punctuation: of "C++" c, + and +. In
-    scripts without blanks, such as Chinese and Thai, each character is a word, and so is each pair of
-    neighbours."""
+    scripts without blanks, such as Chinese and Thai, characters and pairs of neighbours are words."""
     no_blanks = r"\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
     patterns = [
         rf"([{no_blanks}]+)",
         rf"[[\p{{L}}\p{{M}}\p{{N}}]--[{no_blanks}]]+",  # letters, marks and digits of other scripts
         r"\p{S}",  # a sign
-        r"(?<=\p{L})#",  # of C#
+        r"(?<=\p{L})#",  # the sign of C#
     ]
     words = []
     text = unicodedata.normalize("NFKC", text).casefold()
@@ -178,8 +177,7 @@ def fraction_found(items, collection):
 
 
 def observe(question, scores, paragraphs, vocabulary):
-    """Returns the observation of a question, {name: number}, of its words and BM25's 20 best
-    paragraphs."""
+    """Returns the observation, {name: number}, of a question's words and BM25's 20 best paragraphs."""
     words = words_of(question)
     s = np.zeros(20)  # scores, the highest first
     s[: len(scores)] = scores  # a small corpus has fewer paragraphs
@@ -210,9 +208,8 @@ def all_actions():
 
 
 class Policy(torch.nn.Module):
-    """Actor and critic: two shared layers, then one logit per action, and a value. Inputs are
-    normalized by mean and standard deviation of the observations (questions, E) that the policy is made
-    with."""
+    """Actor and critic: two shared layers, then one logit per action, and a value. Inputs are normalized
+    by mean and standard deviation of the `observations` (questions, E)."""
 
     def __init__(self, observations, num_actions):
         super().__init__()
@@ -840,8 +837,8 @@ def system_digest(qa):
 
 
 def answer_questions(qa, questions, action):
-    """Returns a record for each question (a text): top_k, temperature, rerank, pairs (that the reranker
-    scored), titles (of the paragraphs in the prompt), response, tokens (of prompt and response)."""
+    """Returns a record for each question (a text): top_k, temperature, rerank; pairs, that the reranker
+    scored; titles, of the paragraphs in the prompt; response; tokens, of prompt and response."""
     top_k, temperature, rerank = action
     num_pairs = rerank * min(RERANK_DEPTH, len(qa.corpus))
     prompts = []
@@ -980,8 +977,7 @@ class Run:
             raise UserError(f"complete at step {state.step}, but {'; '.join(changes)}: {hint}")
 
     def move_old_files(self, state, target):
-        """Moves files away to the folder `target`: those later than the checkpoint that is resumed, or
-        all of an earlier run."""
+        """Moves files later than the resumed checkpoint, or all of an earlier run, to `target`."""
         config = self.folder / "training_config.json"
         if not config.exists():
             return
@@ -1083,34 +1079,33 @@ PANELS = ["reward", "em", "f1", "cost", "recall", "entropy", "top_k", "temperatu
 def draw_grid(folder, path, rules, names=None):
     """Draws a panel for each metric that varies. A step of training is a faint point around the rolling
     mean, an evaluation a point, a rule {name: metrics} a dashed line."""
-    curves = {"train": {}, "eval": {}}  # {phase: {metric: ([steps], [values])}}
+    curves = {}  # {(phase, metric): ([steps], [values])}
+    distinct_values = {}  # {metric: set}
     for line in (folder / "logs/metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         for name, value in record.items():
             if name not in ("phase", "step") and value is not None:
-                steps, values = curves[record["phase"]].setdefault(name, ([], []))
+                steps, values = curves.setdefault((record["phase"], name), ([], []))
                 steps.append(record["step"])
                 values.append(value)
-    panels = []
-    for name in names or curves["eval"] | curves["train"]:
-        values = [value for curve in curves.values() for value in curve.get(name, ([], []))[1]]
-        if len(set(values)) > 1:
-            panels.append(name)
+                distinct_values.setdefault(name, set()).add(value)
+    panels = [name for name in names or distinct_values if len(distinct_values.get(name, ())) > 1]
     height = max(1, math.ceil(len(panels) / 3))
     figure = Figure(figsize=(10, 2.3 * height + 0.8), layout="constrained")
     legend = {}  # {label: line}
     for number, name in enumerate(panels, 1):
         axis = figure.add_subplot(height, 3, number, title=name, xlabel="update")
         axis.grid(alpha=0.3)
-        if name in curves["train"]:
-            steps, values = curves["train"][name]
+        if ("train", name) in curves:
+            steps, values = curves["train", name]
             window = max(1, len(values) // 12)
             rolling_means = np.convolve(values, np.full(window, 1 / window), "valid")
-            axis.plot(steps, values, ".", color="C0", alpha=0.2)
+            axis.plot(steps, values, ".", color="C0", alpha=0.3, markersize=3)
             (line,) = axis.plot(steps[window - 1 :], rolling_means, color="C0")
             legend["training, sampled actions (rolling mean)"] = line
-        if name in curves["eval"]:
-            (line,) = axis.plot(*curves["eval"][name], "o-", color="C1", markersize=4)
+        if ("eval", name) in curves:
+            steps, values = curves["eval", name]
+            (line,) = axis.plot(steps, values, "o-", color="C1", markersize=4)
             legend["validation, likeliest actions"] = line
         for color, (rule, metrics) in enumerate(rules.items(), 2):
             if name in metrics:
@@ -1201,8 +1196,7 @@ def check_constants():
 
 
 def train_main():
-    """Exit codes: 0; 2: the user can correct it; 130, 143: a signal; 1, with a traceback: other
-    errors."""
+    """Exit codes: 0; 2: the user can correct it; 130, 143: a signal; 1, with a traceback: all else."""
     trainer = None
     try:
         apply_overrides(sys.argv[1:])
