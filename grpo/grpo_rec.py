@@ -1365,16 +1365,18 @@ def draw_grid(folder, path, baselines, panels=None):
         axis = figure.add_subplot(height, 3, number, title=title, xlabel="step")
         axis.grid(alpha=0.3)
         for stage, name in metrics.items():
-            steps, values = curves.get((stage, name), ([], []))
+            if (stage, name) not in curves:
+                continue
+            steps, values = curves[stage, name]
             if stage == "validation":
-                (line,) = axis.plot(steps, values, "o-", color="C1", markersize=4)
+                line = axis.plot(steps, values, "o-", color="C1", markersize=4)[0]
                 legend["validation"] = line
-            elif values:
-                color = {"SFT": "C0", "GRPO": "C2"}[stage]
+            else:
+                color = "C0" if stage == "SFT" else "C2"
                 window = max(1, len(values) // 12)
                 rolling_means = np.convolve(values, np.full(window, 1 / window), "valid")
                 axis.plot(steps, values, ".", color=color, alpha=0.3, markersize=3)
-                (line,) = axis.plot(steps[window - 1 :], rolling_means, color=color)
+                line = axis.plot(steps[window - 1 :], rolling_means, color=color)[0]
                 legend[f"{stage}, rolling mean"] = line
         for color, (baseline, figures) in enumerate(baselines.items(), 3):
             value = figures.get(metrics.get("validation"))

@@ -1101,11 +1101,11 @@ def draw_grid(folder, path, rules, names=None):
             window = max(1, len(values) // 12)
             rolling_means = np.convolve(values, np.full(window, 1 / window), "valid")
             axis.plot(steps, values, ".", color="C0", alpha=0.3, markersize=3)
-            (line,) = axis.plot(steps[window - 1 :], rolling_means, color="C0")
+            line = axis.plot(steps[window - 1 :], rolling_means, color="C0")[0]
             legend["training, sampled actions (rolling mean)"] = line
         if ("eval", name) in curves:
             steps, values = curves["eval", name]
-            (line,) = axis.plot(steps, values, "o-", color="C1", markersize=4)
+            line = axis.plot(steps, values, "o-", color="C1", markersize=4)[0]
             legend["validation, likeliest actions"] = line
         for color, (rule, metrics) in enumerate(rules.items(), 2):
             if name in metrics:
