@@ -1,29 +1,29 @@
 """GRPO for recommendation, in one file: a language model whose tokens are the codes of items.
 
-A history of items is a prompt of their codes, <a_7><b_120><c_3>; the next item is the response. Decoding
-walks a trie of the catalogue: the softmax runs over the codes that continue some item, so the policy can
-answer with nothing but items,
+An item is a few codes, <a_7><b_120><c_3>. The prompt is the codes of a history of items; the response is
+the codes of the next item. Decoding walks a trie of the catalogue: the softmax runs over the codes that
+continue some item, so the policy can answer with nothing but items,
 
-    pi(item | history) = prod_t pi(c_t | history, c_<t),    pi(c | prefix) = softmax over the trie's children
+    pi(item | history) = prod_t pi(c_t | history, c_<t)
+    pi(c | prefix)     = softmax over the children of the prefix in the trie
 
-and every log-probability below, sampled or trained, is of this constrained distribution. Two stages:
+Every log-probability below, sampled or trained, is of this constrained distribution. Two stages:
 
     SFT    L = -mean_t log pi(c_t of the logged next item)              keeps the best validation NDCG@10
-    GRPO   the GROUP_SIZE candidates of a history, with scores s_i, are each other's baseline (2402.03300):
-           A_i    = s_i - mean of its group, by default not divided by a deviation (SCALE_REWARDS)
+    GRPO   GROUP_SIZE candidates per history, with scores s_i, are each other's baseline (2402.03300):
+           A_i    = s_i - mean of its group (SCALE_REWARDS can also divide it by a standard deviation)
            rho_t  = pi(c_t) / pi_old(c_t),    clip_t = clip(rho_t, 1 - CLIP_RANGE, 1 + CLIP_RANGE_HIGH)
+           kl_t   = log(pi(c_t) / pi_ref(c_t))^2 / 2,    pi_ref = the best policy of SFT
            L      = mean_t (-min(rho_t A_i, clip_t A_i) + KL_COEF kl_t - ENTROPY_COEF H_t)
 
-The candidates are samples. kl_t compares the policy with the best one of SFT: log(pi / pi_ref)^2 / 2, whose
-gradient is on policy that of KL(pi || pi_ref), or k3 (KL_ESTIMATOR). The likeliest items, which beam search
-finds, are recommended and evaluated.
+On policy this kl_t has the gradient of KL(pi || pi_ref); KL_ESTIMATOR has another form. The candidates
+are samples. What is evaluated and recommended is the likeliest items, which beam search finds.
 
 Shapes: rows = histories; G = GROUP_SIZE; depth = codes of an item; R = codes of all items of a response.
 
-    python grpo/grpo_rec.py                           # edit the constants below, or give KEY=VALUE or @FILE
-    python grpo/grpo_rec.py MAX_STEPS=0               # SFT alone, before the command above goes on with GRPO
-    python grpo/grpo_rec.py SFT_EPOCHS=0 ACTOR_MODEL=checkpoints/grpo_rec/sft/policy OUTPUT_DIR=checkpoints/rl
-    python data/make_codes.py mine LOG=log.csv        # your own log: user, item, timestamp, title
+    python grpo/grpo_rec.py                      # edit the constants below, or give KEY=VALUE or @FILE
+    python grpo/grpo_rec.py MAX_STEPS=0          # SFT alone; the command above then continues with GRPO
+    python data/make_codes.py mine LOG=log.csv   # your own log: user, item, timestamp, title
     python grpo/grpo_rec.py @mine/words.txt
 
 Writes logs/, step_N/ (checkpoints), sft/policy/ (the best of SFT), best/policy/, eval_test.json and two
@@ -71,81 +71,81 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import DynamicCache as Cache
 
-ROOT = next((folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir()), None)
-if ROOT is None:
-    sys.exit(f"{__file__}: copy the folder rewards/ of the repository beside this file, or above it")
+ROOT = Path(__file__).resolve().parent
+while not (ROOT / "rewards").is_dir():
+    if ROOT.parent == ROOT:
+        sys.exit(f"{__file__}: copy the folder rewards/ of the repository beside this file, or above it")
+    ROOT = ROOT.parent
 sys.path.insert(0, str(ROOT))
 import rewards
 from rewards import UserError, call_reward, find_functions
 
 # ================================================================ constants
 
-# Model: a folder or a hub name, whose tokenizer gains the codes. A folder without weights gets random ones:
-# data/rec/llama is a small Llama that knows only codes; data/make_llama.py makes others
+# Model: a folder or a hub name; the codes are added to its tokenizer. A folder without weights gets
+# random ones: data/rec/llama is a small Llama that knows only codes; data/make_llama.py makes others
 ACTOR_MODEL = f"{ROOT}/data/rec/llama"
 DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state stay float32)
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1
-ATTENTION: str | None = None  # sdpa | eager | flash_attention_2 (if installed); None: what the model has
 
 # Data: csv files of a history and the next item. data/make_codes.py makes all files from a plain log
-TRAIN_FILE = f"{ROOT}/data/rec/train.csv"  # all items of a line but the first are targets
+TRAIN_FILE = f"{ROOT}/data/rec/train.csv"  # each item of a line but the first is a target
 VALID_FILE = f"{ROOT}/data/rec/valid.csv"
-TEST_FILE: str | None = f"{ROOT}/data/rec/test.csv"  # scored at the end; nothing is chosen by it
+TEST_FILE: str | None = f"{ROOT}/data/rec/test.csv"  # scored once, at the end
 USER_COLUMN = "user_id"
-HISTORY_COLUMN = "history_item_id"  # such as "[3, 17, 204]", the oldest first
+HISTORY_COLUMN = "history_item_id"  # such as "[3, 17, 204]", oldest first
 TARGET_COLUMN = "item_id"
 INDEX_FILE = f"{ROOT}/data/rec/index.json"  # {item: its codes}
-ITEM_FILE: str | None = f"{ROOT}/data/rec/items.txt"  # lines of codes, title, item, tab between
-BASELINES_FILE = f"{ROOT}/data/rec/baselines.npz"  # other methods' lists; data/rec_baselines.py makes them
-MAX_HISTORY = 10  # items; longer histories are cut from the left
-MAX_EVAL_ROWS: int | None = 500  # of validation, equally far apart; None: all
-PROMPT_TEMPLATE = "{input}"  # the history; the tokenizer's chat template, if it has one, wraps it
-TITLE_HISTORY_ROWS = 0.0  # share of training rows that also appear with titles in place of codes
-TITLE_ROWS = 0.0  # SFT: share of the items that are also asked for by their title
+ITEM_FILE: str | None = f"{ROOT}/data/rec/items.txt"  # lines of codes, title and item, separated by tabs
+BASELINES_FILE = f"{ROOT}/data/rec/baselines.npz"  # lists by other methods, see data/rec_baselines.py
+MAX_HISTORY = 10  # items; of longer histories the last ones
+MAX_EVAL_ROWS: int | None = 500  # validation rows that are used, evenly spaced; None: all
+PROMPT_TEMPLATE = "{input}"  # {input}: the history. A chat template, if the tokenizer has one, wraps it
+TITLE_HISTORY_ROWS = 0.0  # share of training rows that are added with titles in place of codes
+TITLE_ROWS = 0.0  # SFT: share of items for which a row is added that asks for the item by its title
 
 # Rewards: the score is the sum of weight * part
-VALUE_WEIGHT = 1.0  # an item's value after the history, from VALUES_FILE, 0 to 1
-RULE_WEIGHT = 1.0  # 1 for the logged target
-REWARD_FUNCTIONS = []  # yours: (function(histories, items, targets), weight); it gets items' names
-VALUES_FILE: str | None = f"{ROOT}/data/rec/values.npy"  # (items, items): worth of the second after the first
+VALUE_WEIGHT = 1.0  # of the item's value after the history, see VALUES_FILE
+RULE_WEIGHT = 1.0  # of the rule: 1 for the logged target, else 0
+REWARD_FUNCTIONS = []  # yours: (function(histories, items, targets), weight); items are names
+VALUES_FILE: str | None = f"{ROOT}/data/rec/values.npy"  # [i, j]: value of item j after item i, 0 to 1
 VALUE_DECAY = 1.0  # weight of an item of the history relative to the next one
 
 # SFT
 SFT_EPOCHS = 9
-SFT_BATCH_SIZE = 8  # sequences per optimizer step: take as many as have about 64 items to learn
-SFT_LEARNING_RATE = 3e-3  # rises for SFT_WARMUP of the steps, then falls to 0 by a cosine
-SFT_WARMUP = 0.05
-SFT_BETA2 = 0.95  # of AdamW; with its own 0.999 some seeds stay for long on the loss of the first steps
-SFT_WEIGHT_DECAY = 0.05  # share of the weights that an epoch takes away at the full learning rate
-SFT_PATIENCE = 4  # epochs without a better NDCG@10 on validation before SFT ends; 0: all are run
+SFT_BATCH_SIZE = 8  # sequences per optimizer step; choose it so that a step has about 64 target items
+SFT_LEARNING_RATE = 3e-3  # the highest one, after the warm-up; a cosine then lowers it to 0
+SFT_WARMUP = 0.05  # share of the steps
+SFT_BETA2 = 0.95  # of AdamW; with 0.999, its default, some seeds are stuck at the initial loss for long
+SFT_WEIGHT_DECAY = 0.05  # share of the weights that one epoch removes at the full learning rate
+SFT_PATIENCE = 4  # epochs without a better NDCG@10 on validation before SFT ends; 0: never ends early
 
 # Rollout
 BATCH_SIZE = 32  # histories per step
-MICRO_BATCH_ROWS = 32  # histories read at a time, with their candidates: memory, not results
+MICRO_BATCH_ROWS = 32  # histories per forward pass, with all their candidates; fewer need less memory
 GROUP_SIZE = 10  # candidates per history, each other's baseline
 TEMPERATURE = 1.0  # > 0; of the distribution that is sampled and trained
-EVAL_BEAMS = 50
+EVAL_BEAMS = 50  # beams in evaluation
 
 # Algorithm
 LEARNING_RATE = 5e-4
 MAX_GRAD_NORM = 1.0  # of SFT too
-WEIGHT_DECAY = 0.0  # of GRPO
 GROUP_EPOCHS = 1  # passes over each step's candidates
 MINI_BATCHES = 1  # optimizer steps per pass
-SCALE_REWARDS = "none"  # group | batch | none: whose standard deviation advantages are divided by
+SCALE_REWARDS = "none"  # group | batch: divides advantages by its standard deviation | none
 CLIP_RANGE = 0.2
-CLIP_RANGE_HIGH: float | None = None  # None: CLIP_RANGE. DAPO takes 0.28
+CLIP_RANGE_HIGH: float | None = None  # None: the same as CLIP_RANGE. DAPO uses 0.28
 ENTROPY_COEF = 0.0
-KL_COEF = 0.5  # weight of the KL in the loss
-KL_ESTIMATOR = "k2"  # k2 | k3, each with its own gradient
+KL_COEF = 0.5
+KL_ESTIMATOR = "k2"  # k2: log(pi / pi_ref)^2 / 2 | k3: pi_ref / pi - 1 - log(pi_ref / pi)
 
 # Schedule and files
 MAX_STEPS = 100  # of GRPO; 0: SFT alone
 SAVE_EVERY_N_STEPS = 500  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
-EVAL_EVERY_N_STEPS = 50  # steps of GRPO; 0: only before the first and after the last. SFT: every epoch
-EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before GRPO ends; 0: all steps are run
-PRINT_EVERY_N_STEPS = 10  # lines on the terminal; metrics.jsonl has every step
+EVAL_EVERY_N_STEPS = 50  # of GRPO; 0: only before the first and after the last. SFT: after every epoch
+EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before GRPO ends; 0: never ends early
+PRINT_EVERY_N_STEPS = 10  # on the terminal; metrics.jsonl has every step
 LOG_SAMPLES = 4  # candidates per step written to samples.jsonl
 RESUME = "ask"  # ask (yes without a terminal) | yes | no | path of a checkpoint or a run
 OUTPUT_DIR = f"{ROOT}/checkpoints/{Path(__file__).stem}"
@@ -155,54 +155,59 @@ USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, 
 # ================================================================ the maths of GRPO over items
 
 
-def constrained_logprobs(logits, codes, allowed):
-    """Returns log-probabilities (..., width), float32, over the codes that may come next; -inf where allowed
-    is False. This distribution is sampled *and* trained, in SFT too: change it here, and the first ratios
-    stay 1. logits (..., vocabulary); codes, columns of logits, and allowed (..., width)."""
+def constrained_logprobs(logits, codes, is_allowed):
+    """Returns log-probabilities (..., width), float32, over the allowed ones of `codes`; -inf for the
+    others. This distribution is sampled *and* trained, in SFT too: change it here, and the first ratios
+    stay 1. logits (..., vocabulary); codes (..., width) are token ids; is_allowed (..., width)."""
     scores = logits.gather(-1, codes).float() / TEMPERATURE
-    return scores.masked_fill(~allowed, -math.inf).log_softmax(-1)
+    return scores.masked_fill(~is_allowed, -math.inf).log_softmax(-1)
 
 
 def group_advantages(scores):
     """Returns the advantages of scores, both (rows, G). Equal scores in a group get exactly 0."""
-    groups = scores - scores[:, :1]  # else float32 rounds the mean of equal scores such as 0.7
-    advantages = groups - groups.mean(1, keepdim=True)
-    if SCALE_REWARDS == "none":
-        return advantages
-    std = scores.std() if SCALE_REWARDS == "batch" else groups.std(1, keepdim=True)
-    return advantages / (std + 1e-4)
+    differences = scores - scores[:, :1]  # without it the mean of equal scores such as 0.7 is rounded
+    advantages = differences - differences.mean(1, keepdim=True)
+    if SCALE_REWARDS == "group":
+        advantages = advantages / (differences.std(1, keepdim=True) + 1e-4)
+    if SCALE_REWARDS == "batch":
+        advantages = advantages / (scores.std() + 1e-4)
+    return advantages
 
 
 def policy_loss(logprobs, old_logprobs, advantages):
-    """Returns the clipped loss of each code and its ratio, both (rows, G, depth); advantages (rows, G, 1)."""
+    """Returns the clipped loss and the ratio of each code, (rows, G, depth); advantages (rows, G, 1)."""
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - CLIP_RANGE, 1 + (CLIP_RANGE_HIGH or CLIP_RANGE))
     return -torch.min(ratio * advantages, clipped * advantages), ratio
 
 
 def kl_loss(logprobs, ref_logprobs):
-    """Returns kl_t of each token, (rows, R). Log ratios beyond 20 are cut: exp() would overflow."""
-    k1 = (logprobs - ref_logprobs).clamp(-20, 20)
-    return 0.5 * k1**2 if KL_ESTIMATOR == "k2" else (-k1).exp() - 1 + k1
+    """Returns kl_t of each code. Log-ratios are clamped: exp() of a large one would overflow."""
+    log_ratio = (logprobs - ref_logprobs).clamp(-20, 20)
+    if KL_ESTIMATOR == "k2":
+        return 0.5 * log_ratio**2
+    return (-log_ratio).exp() - 1 + log_ratio
 
 
 def history_values(values, histories):
-    """Returns what each item is worth after each history, (histories, items), of values (items, items): a
-    mean over the history's items, each weighing VALUE_DECAY times as much as the next one."""
-    rows = []
+    """Returns the value of each item after each history, (histories, items). It is the weighted mean of
+    the rows of values (items, items) of the history's items. The last item has the weight 1, each
+    earlier one VALUE_DECAY times the weight of the next."""
+    means = []
     for history in histories:
-        weights = VALUE_DECAY ** torch.arange(len(history) - 1.0, -1.0, -1.0)
-        rows.append(weights @ values[history] / weights.sum())
-    return torch.stack(rows)
+        items_back = torch.arange(len(history) - 1.0, -1.0, -1.0)  # the last item: 0
+        weights = VALUE_DECAY**items_back
+        means.append(weights @ values[history] / weights.sum())
+    return torch.stack(means)
 
 
-def sft_learning_rate(step, total):
+def sft_learning_rate(step, last_step):
     """Returns SFT's learning rate in a step, from 1: linear warm-up, then a cosine to 0."""
-    warmup = round(SFT_WARMUP * total)
+    warmup = round(SFT_WARMUP * last_step)
     if step <= warmup:
         return SFT_LEARNING_RATE * step / warmup
-    done = (step - 1 - warmup) / max(1, total - warmup)
-    return SFT_LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * done))
+    progress = (step - 1 - warmup) / max(1, last_step - warmup)
+    return SFT_LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 # ================================================================ the trainer
@@ -210,15 +215,17 @@ def sft_learning_rate(step, total):
 
 class RecTrainer:
     """Catalogue, models, data and the algorithm; self.run has the files. self.state is what a checkpoint
-    holds beside models and optimizers: you may add numbers, texts, lists and tensors of torch."""
+    holds beside models and optimizer: you may add numbers, texts and lists."""
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)  # kernels that add in a fixed order
         torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(name if DEVICE == "auto" else DEVICE)
+        device = DEVICE
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device)
         self.run = Run(resume_from_checkpoint or RESUME)
         self.catalogue = Catalogue()
         self.state = SimpleNamespace(
@@ -226,118 +233,122 @@ class RecTrainer:
             stage="SFT",  # or "GRPO"
             step=0,  # the current one, from 1, of both stages; between steps, how many are done
             first_step=0,  # steps that were done when this stage began
-            evaluation={},  # the last one's metrics
+            evaluation={},  # metrics of the last evaluation
             best_ndcg=-math.inf,  # of SFT: its policy is the reference
             best_score=-math.inf,  # of GRPO: its policy is in best/
             evaluations_without_gain=0,
             log_sizes={},  # bytes of each log when the checkpoint was saved
             wandb_id=None,
         )
-        self.seed_step()  # for random first weights, and those of new codes
+        self.seed_step()  # for random initial weights, and the embeddings of new codes
         try:
             self.load_models(self.run.checkpoint)
             if self.run.checkpoint:
                 self.load_state(self.run.checkpoint)
+        except (TypeError, AttributeError, NameError):
+            raise  # a mistake in the program
         except Exception as error:  # the libraries raise many types
-            if isinstance(error, (TypeError, AttributeError, NameError)):
-                raise  # a mistake in the program
-            names = f"ACTOR_MODEL={ACTOR_MODEL} or RESUME={self.run.checkpoint or RESUME} cannot be loaded"
-            raise UserError(f"{names} ({type(error).__name__}: {first_line(error)})") from error
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            models = f"ACTOR_MODEL={ACTOR_MODEL} or RESUME={self.run.checkpoint or RESUME}"
+            raise UserError(f"{models} cannot be loaded ({reason})") from error
         self.load_data()
         self.run.facts["data"] = digest(self.sft_rows)
         self.reward_functions = find_functions(REWARD_FUNCTIONS)  # [(name, function, weight)]
-        for taken in {"value", "rule"} & set(column(self.reward_functions, 0)):
-            raise UserError(f"REWARD_FUNCTIONS: rename {taken}(): a part of the reward has this name")
-        self.baselines = {}  # their metrics on validation, for the pictures
-        self.seconds = Counter()  # of the current step, by activity
+        for name, _, _ in self.reward_functions:
+            if name in ("value", "rule"):
+                raise UserError(f"REWARD_FUNCTIONS: rename {name}(): a part of the reward has this name")
+        self.baselines = {}  # {name: metrics on validation}, for the pictures
+        self.seconds = {}  # of the current step, by activity
 
     def load_models(self, checkpoint):
-        """Loads reference and actor, from the checkpoint if there is one. In SFT the reference keeps the best
-        policy so far; in GRPO the KL holds the actor to it."""
-        causal = transformers.AutoModelForCausalLM
+        """Loads reference and actor, from the checkpoint if there is one. In SFT the reference is the
+        best policy so far; in GRPO it is SFT's best policy, which the KL refers to."""
         path = checkpoint / "reference" if checkpoint else ACTOR_MODEL
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         weights = [*Path(path).glob("*.safetensors"), *Path(path).glob("*.bin")]
         if weights or not Path(path).is_dir():
-            self.reference = load_model(causal, path)
+            self.reference = load_model(path)
         else:  # a folder without weights gets random ones
             config = transformers.AutoConfig.from_pretrained(path)
-            self.reference = causal.from_config(config, attn_implementation=ATTENTION).eval()
+            self.reference = transformers.AutoModelForCausalLM.from_config(config).eval()
         known = self.tokenizer.get_vocab()
         self.tokenizer.add_tokens([code for code in self.catalogue.vocabulary if code not in known])
         if len(self.tokenizer) > self.reference.get_input_embeddings().num_embeddings:
             self.reference.resize_token_embeddings(len(self.tokenizer))
         self.reference.requires_grad_(False).to(self.device)
-        ids = list(map(self.tokenizer.convert_tokens_to_ids, self.catalogue.codes))
+        ids = [self.tokenizer.convert_tokens_to_ids(codes) for codes in self.catalogue.codes]
         self.trie = Trie(torch.tensor(ids), self.device)
-
-        if checkpoint is None:
-            actor = deepcopy(self.reference).requires_grad_(True)
+        if checkpoint:
+            self.set_actor(load_model(checkpoint / "policy"))
         else:
-            actor = load_model(causal, checkpoint / "policy").requires_grad_(True)
-        self.set_actor(actor)
+            self.set_actor(deepcopy(self.reference))
 
     def set_actor(self, model):
         """Makes a model the one that is trained, with a new optimizer."""
-        self.actor = model.to(self.device)
-        self.models = {"policy": self.actor, "reference": self.reference}  # what a checkpoint holds
-        self.optimizers = {"policy": make_optimizer(self.actor, LEARNING_RATE)}
+        self.actor = model.requires_grad_(True).to(self.device)
+        options = {"lr": LEARNING_RATE, "weight_decay": 0.0, "fused": True}
+        self.optimizer = torch.optim.AdamW(self.actor.parameters(), **options)
 
     def load_data(self):
-        """Adds the rows of SFT, GRPO, validation and test."""
-        # What the chat template and PROMPT_TEMPLATE put before and behind the codes of a history
+        """Loads the rows of SFT, GRPO, validation and test. A row has "ids", the prompt, "items", which
+        follow it, and "learn", whether SFT learns each of them. All but some of SFT also have "id",
+        "user", "history" and "target"."""
+        # The token ids that the chat template and PROMPT_TEMPLATE put before and after a history
         code = self.catalogue.vocabulary[0]
         ids = encode(self.tokenizer, code)
-        place = ids.index(self.tokenizer.convert_tokens_to_ids(code))
-        self.head, self.tail = ids[:place], ids[place + 1 :]
+        position = ids.index(self.tokenizer.convert_tokens_to_ids(code))
+        self.ids_before = ids[:position]
+        self.ids_after = ids[position + 1 :]
 
         sequences, self.valid_rows, self.test_rows = load_splits(self.catalogue)
         self.rl_rows = transitions(sequences)
         for row in self.rl_rows + self.valid_rows + self.test_rows:
             row["ids"] = self.prompt(row["history"])
-        code_rows = self.rl_rows
-        if not self.tail:  # all items of a sequence are learnt in one pass: the same loss in less time
-            code_rows = []
+        self.sft_rows = self.rl_rows
+        if not self.ids_after:  # all items of a sequence in one pass: the same loss in less time
+            self.sft_rows = []
             for sequence in sequences:
                 first, *items = sequence["items"]
-                code_rows.append({"ids": self.prompt([first]), "items": items, "learn": sequence["learn"]})
-        history_rows, title_rows = self.title_rows()
-        self.rl_rows = self.rl_rows + history_rows
-        self.sft_rows = code_rows + history_rows + title_rows
-        rows = self.sft_rows + self.rl_rows + self.valid_rows + self.test_rows
-        lengths = [len(row["ids"]) + len(row["items"]) * self.trie.depth for row in rows]
-        check_limits(self.actor, chain(*column(rows, "ids")), max(lengths))
+                row = {"ids": self.prompt([first]), "items": items, "learn": sequence["learn"]}
+                self.sft_rows.append(row)
+        if TITLE_ROWS or TITLE_HISTORY_ROWS:
+            self.add_title_rows()
+
         self.steps_per_epoch = math.ceil(len(self.sft_rows) / SFT_BATCH_SIZE)
         self.sft_steps = SFT_EPOCHS * self.steps_per_epoch
         if VALUE_WEIGHT:
             self.values = torch.tensor(read_file("VALUES_FILE", np.load), dtype=torch.float32)
-            if self.values.shape != 2 * (len(self.catalogue.items),):
+            num_items = len(self.catalogue.items)
+            if self.values.shape != (num_items, num_items):
                 raise UserError(f"VALUES_FILE = {VALUES_FILE!r} needs a row and a column per item")
 
     def prompt(self, history):
         """Returns the token ids of a history, a list of item numbers."""
-        return self.head + self.trie.codes[history].flatten().tolist() + self.tail
+        return self.ids_before + self.trie.codes[history].flatten().tolist() + self.ids_after
 
-    def title_rows(self):
-        """Returns TITLE_HISTORY_ROWS of the rows with titles in place of codes, and TITLE_ROWS of the items,
-        each asked for by its title."""
-        draw = random.Random(SEED)
+    def add_title_rows(self):
+        """Adds TITLE_HISTORY_ROWS of the rows once more, with titles in place of codes, and for
+        TITLE_ROWS of the items a row of SFT that asks for the item by its title."""
         titles = self.catalogue.titles
-        missing = [item for item, title in zip(self.catalogue.items, titles) if not title.strip()]
-        if missing and TITLE_ROWS + TITLE_HISTORY_ROWS:
-            fault = f"{len(missing)} items have no title, such as {missing[0]!r}"
-            raise UserError(f"ITEM_FILE = {ITEM_FILE!r}: {fault}; TITLE_ROWS, TITLE_HISTORY_ROWS need all")
-        history_rows = draw.sample(self.rl_rows, round(TITLE_HISTORY_ROWS * len(self.rl_rows)))
-        for number, row in enumerate(history_rows):
+        if "" in titles:
+            item = self.catalogue.items[titles.index("")]
+            fault = f"{titles.count('')} items have no title, such as {item!r}"
+            raise UserError(f"ITEM_FILE = {ITEM_FILE!r}: {fault}, which TITLE_... need")
+        draw = random.Random(SEED)
+        history_rows = []
+        for row in draw.sample(self.rl_rows, round(TITLE_HISTORY_ROWS * len(self.rl_rows))):
             text = "\n".join(titles[item] for item in row["history"])
-            history_rows[number] = {**row, "ids": encode(self.tokenizer, text)}
-        title_rows = []
+            history_rows.append({**row, "ids": encode(self.tokenizer, text)})
+        item_rows = []
         for item in draw.sample(range(len(titles)), round(TITLE_ROWS * len(titles))):
-            title_rows.append({"ids": encode(self.tokenizer, titles[item]), "items": [item], "learn": [True]})
-        unknown = self.tokenizer.unk_token_id
-        if any(unknown in row["ids"] for row in history_rows + title_rows):
-            raise UserError(f"TITLE_HISTORY_ROWS, TITLE_ROWS: {ACTOR_MODEL} does not know the titles' words")
-        return history_rows, title_rows
+            ids = encode(self.tokenizer, titles[item])
+            item_rows.append({"ids": ids, "items": [item], "learn": [True]})
+        for row in history_rows + item_rows:
+            if self.tokenizer.unk_token_id in row["ids"]:
+                fault = f"{ACTOR_MODEL} does not know the titles' words"
+                raise UserError(f"TITLE_HISTORY_ROWS, TITLE_ROWS: {fault}")
+        self.rl_rows = self.rl_rows + history_rows
+        self.sft_rows = self.sft_rows + history_rows + item_rows
 
     # ------------------------------------------------------------ the algorithm
 
@@ -347,10 +358,11 @@ class RecTrainer:
         last_step = state.first_step + MAX_STEPS
         is_complete = state.stage == "GRPO" and self.is_over(last_step, EARLY_STOPPING_PATIENCE)
         self.run.open(state, is_complete)  # opens the logs and catches signals
-        self.run.log(f"{len(self.rl_rows)} rows and {len(self.valid_rows)} held out, on {self.device}")
+        counts = f"{len(self.rl_rows)} training rows, {len(self.valid_rows)} of validation"
+        self.run.log(f"{counts}, on {self.device}")
         for name, lists in baseline_lists(self.valid_rows).items():
             self.baselines[name] = means(self.list_figures(lists, self.valid_rows))
-            self.run.log(f"{name:12} held out: {figures_text(self.baselines[name])}")
+            self.run.log(f"{name:12} validation: {figures_text(self.baselines[name])}")
         if not state.evaluation:
             self.log_evaluation(self.evaluate())
         if state.stage == "SFT":
@@ -364,11 +376,11 @@ class RecTrainer:
         return state.evaluation
 
     def fine_tune(self):
-        """Runs SFT on the logged items, until its last step or until SFT_PATIENCE has run out."""
+        """Runs SFT on the logged items until its last step, or until SFT_PATIENCE runs out."""
         while not self.is_over(self.sft_steps, SFT_PATIENCE):
             rows = self.next_rows(self.sft_rows, SFT_BATCH_SIZE)
             metrics = self.sft_update(rows)
-            self.log_step("loss:{sft_loss:.4f} E:{entropy:.3f} LR:{learning_rate:.2e}", metrics)
+            self.log_step(metrics, self.sft_steps, ("sft_loss", "entropy", "learning_rate"))
             if self.state.step % self.steps_per_epoch == 0:
                 self.log_evaluation(self.evaluate())
             if SAVE_EVERY_N_STEPS and self.state.step % SAVE_EVERY_N_STEPS == 0:
@@ -381,22 +393,21 @@ class RecTrainer:
             self.begin_grpo()
 
     def begin_grpo(self):
-        """The best policy of SFT, which the reference keeps, becomes the actor."""
+        """Makes SFT's best policy, which is the reference, the actor."""
         state = self.state
-        state.stage, state.first_step = "GRPO", state.step
+        state.stage = "GRPO"
+        state.first_step = state.step
         state.evaluations_without_gain = 0
-        actor = load_model(transformers.AutoModelForCausalLM, self.run.folder / "sft/policy")
-        self.set_actor(actor.requires_grad_(True))
+        self.set_actor(deepcopy(self.reference))
         self.log_evaluation(self.evaluate())
 
     def reinforce(self):
         """Runs GRPO on groups of candidates."""
         state = self.state
-        if not (self.run.folder / "sft/policy").exists():  # this folder continues another one's run
-            shutil.copytree(self.run.checkpoint.parent / "sft", self.run.folder / "sft")
         last_step = state.first_step + MAX_STEPS
         while not self.is_over(last_step, EARLY_STOPPING_PATIENCE):
-            batch = self.rollout(self.next_rows(self.rl_rows, BATCH_SIZE))
+            rows = self.next_rows(self.rl_rows, BATCH_SIZE)
+            batch = self.rollout(rows)
             batch.advantages = group_advantages(batch.scores)
             metrics = self.update(batch)
             self.record(batch, metrics)
@@ -405,71 +416,75 @@ class RecTrainer:
                 self.log_evaluation(self.evaluate())
             if SAVE_EVERY_N_STEPS and state.step % SAVE_EVERY_N_STEPS == 0:
                 self.save()
-        if not (self.run.folder / "best/policy").exists():
+        if not (self.run.folder / "best/policy").exists():  # resumed in another folder, no step was left
             self.save_policy(self.actor, "best/policy")
 
     def seed_step(self):
-        """Makes all random numbers of a step a function of its number: a checkpoint need not keep any."""
+        """Makes all random numbers of a step a function of its number: a checkpoint keeps none."""
         seed = (1_000_003 * SEED + self.state.step) % 2**32
         transformers.set_seed(seed)
         self.generator = torch.Generator().manual_seed(seed)
 
     def is_over(self, last_step, patience):
-        out_of_patience = 0 < patience <= self.state.evaluations_without_gain
-        return self.run.signal or out_of_patience or self.state.step >= last_step
+        """Whether the stage ends: at its last step, without progress, or by a signal."""
+        is_out_of_patience = patience > 0 and self.state.evaluations_without_gain >= patience
+        return self.run.signal or is_out_of_patience or self.state.step >= last_step
 
-    def next_rows(self, rows, count):
-        """Begins a step and returns its rows, fewer at the end of an epoch. Each epoch has its own order."""
-        state = self.state
-        epoch, place = divmod(state.step - state.first_step, math.ceil(len(rows) / count))
-        state.step += 1
-        self.epoch = epoch + 1
-        self.seconds = Counter()
+    def next_rows(self, rows, batch_size):
+        """Begins a step. Returns its rows, fewer at the end of an epoch. Each epoch has a new order."""
+        steps_done = self.state.step - self.state.first_step
+        steps_per_epoch = math.ceil(len(rows) / batch_size)
+        self.epoch = steps_done // steps_per_epoch + 1
+        self.state.step += 1
+        self.seconds = {}
         self.seed_step()
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED + self.epoch))
-        return [rows[i] for i in order.split(count)[place]]
+        batches = order.split(batch_size)
+        return [rows[i] for i in batches[steps_done % steps_per_epoch]]
 
     def sft_update(self, rows):
         """Makes one optimizer step on the items that were logged. Returns its metrics."""
         started = time.perf_counter()
-        group = self.optimizers["policy"].param_groups[0]
+        group = self.optimizer.param_groups[0]
         group["lr"] = sft_learning_rate(self.state.step, self.sft_steps)
-        group["betas"] = 0.9, SFT_BETA2
-        # AdamW takes learning rate * weight decay away per step, and a long log has more steps per epoch
+        group["betas"] = (0.9, SFT_BETA2)
+        # AdamW removes the share learning rate * weight decay per step: of a long log more per epoch
         group["weight_decay"] = SFT_WEIGHT_DECAY / (SFT_LEARNING_RATE * self.steps_per_epoch)
-        num_codes = self.trie.depth * sum(map(sum, column(rows, "learn")))
+        num_items = sum(sum(row["learn"]) for row in rows)
+        num_codes = num_items * self.trie.depth
         sums = Counter()
-        for first in range(0, len(rows), MICRO_BATCH_ROWS):
-            micro = rows[first : first + MICRO_BATCH_ROWS]
-            # (micro, T), padded on the right, where a causal model does not see
-            items = pad_sequence(list(map(torch.tensor, column(micro, "items"))), batch_first=True)
-            learn = pad_sequence(list(map(torch.tensor, column(micro, "learn"))), batch_first=True)
-            learn = learn.unsqueeze(2).to(self.device)
-            logprobs, entropy = self.logprobs_and_entropy(self.actor, micro, items.to(self.device))
+        for start in range(0, len(rows), MICRO_BATCH_ROWS):
+            micro = rows[start : start + MICRO_BATCH_ROWS]
+            items = pad_right(column(micro, "items"), self.device)  # (rows, T); padding is not learnt
+            learn = pad_right(column(micro, "learn"), self.device).unsqueeze(2)
+            logprobs, entropy = self.logprobs_and_entropy(self.actor, micro, items)
             loss = -(learn * logprobs).sum() / num_codes
             loss.backward()
             sums["sft_loss"] += loss.detach()
             sums["entropy"] += (learn * entropy).sum().detach() / num_codes
-        metrics = clip_and_step(self.optimizers, sums, self.run)
-        self.seconds.update(update=time.perf_counter() - started)
+        metrics = self.clip_and_step(sums)
+        self.seconds["update"] = time.perf_counter() - started
         return {**metrics, "learning_rate": group["lr"]}
 
     @torch.no_grad()
     def rollout(self, rows):
-        """Returns a batch of GROUP_SIZE candidates for each row, likelier ones first, with their scores:
-        rows, items (rows, G), logprobs and ref_logprobs (rows, G, depth), log pi_old and log pi_ref of their
-        codes; scores (rows, G), parts {name: (rows, G)}. reinforce() adds advantages (rows, G)."""
+        """Samples GROUP_SIZE items for each row and scores them. Returns a batch: rows; items (rows, G),
+        likelier ones first; scores (rows, G) and their parts {name: (rows, G)}; logprobs and
+        ref_logprobs (rows, G, depth), of the items' codes by sampling policy and reference."""
         started = time.perf_counter()
         batch = SimpleNamespace(rows=rows)
         batch.items, batch.logprobs = self.search_rows(self.actor, rows, GROUP_SIZE, is_sampled=True)
-        searched = time.perf_counter()
+        sampled = time.perf_counter()
         batch.scores, batch.parts = self.compute_rewards(rows, batch.items)
-        batch.ref_logprobs = batch.logprobs
+        batch.ref_logprobs = batch.logprobs  # without a KL no reference is needed
         if KL_COEF > 0:
-            micro_batches = torch.arange(len(rows)).split(MICRO_BATCH_ROWS)
-            logprobs = [self.candidate_logprobs(self.reference, batch, micro)[0] for micro in micro_batches]
-            batch.ref_logprobs = torch.cat(logprobs)
-        self.seconds.update(rollout=searched - started, score=time.perf_counter() - searched)
+            ref_logprobs = []
+            for indices in torch.arange(len(rows)).split(MICRO_BATCH_ROWS):
+                logprobs, _ = self.candidate_logprobs(self.reference, batch, indices)
+                ref_logprobs.append(logprobs)
+            batch.ref_logprobs = torch.cat(ref_logprobs)
+        self.seconds["rollout"] = sampled - started
+        self.seconds["score"] = time.perf_counter() - sampled
         return batch
 
     def compute_rewards(self, rows, items):
@@ -477,51 +492,55 @@ class RecTrainer:
         which are logged as reward/<name>. Edit or override freely."""
         items = items.cpu()
         hits = (items == torch.tensor(column(rows, "target")).unsqueeze(1)).float()
-        parts = [("rule", RULE_WEIGHT, hits)]
+        scores = RULE_WEIGHT * hits
+        parts = {"rule": hits}
         if VALUE_WEIGHT:
             values = history_values(self.values, column(rows, "history")).gather(1, items)
-            parts.append(("value", VALUE_WEIGHT, values))
-        # Your functions get one entry per candidate; those of a history are neighbours, likelier ones first
-        repeated = [row for row in rows for _ in range(items.shape[1])]
+            scores = scores + VALUE_WEIGHT * values
+            parts["value"] = values
+        # Your functions get one entry per candidate; those of one history are neighbours
+        candidate_rows = repeat_each(rows, items.shape[1])
         for name, function, weight in self.reward_functions:
-            histories = list(map(self.catalogue.names, column(repeated, "history")))
-            targets = self.catalogue.names(column(repeated, "target"))
+            histories = [self.catalogue.names(row["history"]) for row in candidate_rows]
+            targets = self.catalogue.names(column(candidate_rows, "target"))
             names = self.catalogue.names(items.flatten())
-            values = torch.tensor(call_reward(function, histories, names, targets, {}))
-            parts.append((name, weight, values.view(items.shape)))
-        scores = sum(weight * values for _, weight, values in parts)
-        return scores.to(self.device), {name: values for name, weight, values in parts if weight != 0}
+            values = torch.tensor(call_reward(function, histories, names, targets, {})).view(items.shape)
+            scores = scores + weight * values
+            parts[name] = values
+        return scores.to(self.device), parts
 
     def update(self, batch):
-        """Makes GROUP_EPOCHS passes of MINI_BATCHES optimizer steps. Returns the means of their metrics."""
+        """Makes GROUP_EPOCHS passes of MINI_BATCHES optimizer steps. Returns means of their metrics."""
         started = time.perf_counter()
-        self.optimizers["policy"].param_groups[0]["lr"] = LEARNING_RATE
+        self.optimizer.param_groups[0]["lr"] = LEARNING_RATE  # in a resumed run it is the checkpoint's
         steps = []
         for _ in range(GROUP_EPOCHS):
             order = torch.randperm(len(batch.rows), generator=self.generator)
-            for rows in order.tensor_split(min(MINI_BATCHES, len(order))):
-                steps.append(self.optimizer_step(batch, rows))
-        self.seconds.update(update=time.perf_counter() - started)
-        # The first optimizer step trains the policy that searched: all ratios are 1 but for rounding
+            for indices in order.tensor_split(min(MINI_BATCHES, len(order))):
+                steps.append(self.optimizer_step(batch, indices))
+        self.seconds["update"] = time.perf_counter() - started
+        # The first optimizer step trains the policy that sampled: all ratios are 1 but for rounding
         mismatch = steps[0]["rollout_mismatch"]
-        if not mismatch <= {"float32": 1e-4, "bfloat16": 0.05}[DTYPE]:  # it may be NaN
-            raise UserError(f"update and rollout differ: |log ratio| is {mismatch:.2g} before the update")
+        limits = {"float32": 1e-4, "bfloat16": 0.05}
+        if math.isnan(mismatch) or mismatch > limits[DTYPE]:
+            raise UserError(f"update and rollout differ: |log ratio| {mismatch:.2g} before the update")
         metrics = {name: np.mean(column(steps, name)).item() for name in steps[0]}
         return {**metrics, "rollout_mismatch": mismatch, "learning_rate": LEARNING_RATE}
 
-    def optimizer_step(self, batch, rows):
-        """One optimizer step on the histories `rows` (numbers). The loss is the mean over all their codes."""
-        num_codes = batch.logprobs[rows].numel()
+    def optimizer_step(self, batch, indices):
+        """Makes one optimizer step on the rows of the batch with these indices. The loss is the mean
+        over all codes of their candidates."""
+        num_codes = batch.logprobs[indices].numel()
         sums = Counter()
-        for micro in rows.split(MICRO_BATCH_ROWS):
+        for micro in indices.split(MICRO_BATCH_ROWS):
+            old_logprobs = batch.logprobs[micro]
+            advantages = batch.advantages[micro].unsqueeze(2)  # (rows, G, 1)
             logprobs, entropy = self.candidate_logprobs(self.actor, batch, micro)
-            advantages = batch.advantages[micro].unsqueeze(2)
-            sampled_logprobs = batch.logprobs[micro]
-            policy_losses, ratio = policy_loss(logprobs, sampled_logprobs, advantages)
+            policy_losses, ratio = policy_loss(logprobs, old_logprobs, advantages)
             kl = kl_loss(logprobs, batch.ref_logprobs[micro])
             losses = policy_losses + KL_COEF * kl - ENTROPY_COEF * entropy  # add a term here
             (losses.sum() / num_codes).backward()
-            log_ratio = logprobs - sampled_logprobs
+            log_ratio = logprobs - old_logprobs
             stats = {
                 "policy_loss": policy_losses,
                 "entropy": entropy,
@@ -532,76 +551,93 @@ class RecTrainer:
             }
             for name, x in stats.items():
                 sums[name] += x.sum().detach() / num_codes
-        return clip_and_step(self.optimizers, sums, self.run)
+        return self.clip_and_step(sums)
 
-    # ------------------------------------------------------------ what the models say
+    def clip_and_step(self, sums):
+        """Clips the gradient and steps, if all is finite. Returns sums (0-d tensors) and the norm."""
+        sums["policy_grad_norm"] = torch.nn.utils.clip_grad_norm_(self.actor.parameters(), MAX_GRAD_NORM)
+        metrics = {name: x.item() for name, x in sums.items()}
+        if all(map(math.isfinite, metrics.values())):
+            self.optimizer.step()
+        else:
+            self.run.log("WARNING: skipped an optimizer step that is not finite")
+        self.optimizer.zero_grad()
+        return metrics
+
+    # ------------------------------------------------------------ scoring and searching
 
     def logprobs_and_entropy(self, model, rows, items):
-        """Returns the log-probabilities of the codes of items (rows, T), which follow the rows' prompts, and
-        the entropy before each code, two (rows, T, depth)."""
+        """Returns the log-probabilities of the codes of items (rows, T), which follow the rows'
+        prompts, and the entropy before each code, two (rows, T, depth)."""
         ids = self.trie.codes[items].flatten(1)  # (rows, R)
         prefix = Prefix(model, column(rows, "ids"))
-        logits = prefix.logits
+        logits = prefix.logits  # (rows, 1, vocabulary)
         if ids.shape[1] > 1:  # the last code is only predicted
-            logits = torch.cat([logits, prefix.read(ids[:, :-1])], 1)  # (rows, R, vocabulary)
+            logits = torch.cat([logits, prefix.append(ids[:, :-1])], 1)  # (rows, R, vocabulary)
         return item_logprobs(self.trie, logits.unflatten(1, (-1, self.trie.depth)), items)
 
-    def candidate_logprobs(self, model, batch, rows):
-        """Returns the same of the candidates, two (rows, G, depth), for the histories with the numbers
-        `rows`. A history is read once for all its candidates."""
-        items = batch.items[rows]
-        repeated = [batch.rows[i] for i in rows for _ in range(items.shape[1])]
-        logprobs, entropy = self.logprobs_and_entropy(model, repeated, items.view(-1, 1))
+    def candidate_logprobs(self, model, batch, indices):
+        """Returns the log-probabilities of the codes of candidates, and the entropy before each code,
+        two (rows, G, depth), for the rows of the batch with these indices."""
+        items = batch.items[indices]  # (rows, G)
+        rows = repeat_each([batch.rows[i] for i in indices], items.shape[1])
+        logprobs, entropy = self.logprobs_and_entropy(model, rows, items.view(-1, 1))
         return logprobs.view(*items.shape, -1), entropy.view(*items.shape, -1)
 
     @torch.no_grad()
     def search_rows(self, model, rows, width, is_sampled=False):
-        """Returns `width` items for each row, likelier ones first, (rows, width), and the log-probabilities
-        of their codes, (rows, width, depth)."""
+        """Returns `width` items for each row, likelier ones first, (rows, width), and the
+        log-probabilities of their codes, (rows, width, depth)."""
         width = min(width, len(self.catalogue.items))
-        uniform = torch.rand(len(rows), width, self.trie.depth) if is_sampled else None
-        found = []
-        for first in tqdm(range(0, len(rows), MICRO_BATCH_ROWS), leave=False, file=sys.stdout, disable=None):
-            micro = slice(first, first + MICRO_BATCH_ROWS)
-            numbers = uniform[micro].to(self.device) if is_sampled else None
+        # Drawn for all rows at once, so that samples do not depend on MICRO_BATCH_ROWS
+        uniform = torch.rand(len(rows), width, self.trie.depth).to(self.device) if is_sampled else None
+        results = []
+        starts = range(0, len(rows), MICRO_BATCH_ROWS)
+        for start in tqdm(starts, leave=False, file=sys.stdout, disable=None):
+            micro = slice(start, start + MICRO_BATCH_ROWS)
+            prompts = column(rows[micro], "ids")
+            numbers = uniform[micro] if is_sampled else None
             with autocast(self.device):  # around all codes, so that the weights are cast once
-                found.append(search(model, self.trie, column(rows[micro], "ids"), width, numbers))
-        items, logprobs = map(torch.cat, zip(*found))
+                results.append(search(model, self.trie, prompts, width, numbers))
+        items = torch.cat([items for items, _ in results])
+        logprobs = torch.cat([logprobs for _, logprobs in results])
         order = logprobs.sum(2).argsort(dim=1, descending=True, stable=True)
-        return items.gather(1, order), logprobs.gather(1, order.unsqueeze(2).expand_as(logprobs))
+        row = torch.arange(len(rows), device=self.device).unsqueeze(1)
+        return items[row, order], logprobs[row, order]
 
     def recommend(self, history, k=10, is_new=False):
-        """Returns the actor's k likeliest items after a history (names, the oldest first), best first: tuples
-        of item, title and probability. is_new=True leaves out the items of the history."""
-        history = list(map(str, history))
-        unknown = [name for name in history if name not in self.catalogue.number]
-        if unknown or not history:
-            raise UserError(f"recommend() takes a history of one or more items of INDEX_FILE; not {unknown}")
-        items = [self.catalogue.number[name] for name in history]
-        rows = [{"ids": self.prompt(items[-MAX_HISTORY:])}]
-        (numbers,), (logprobs,) = self.search_rows(self.actor, rows, max(k, EVAL_BEAMS) + len(set(items)))
-        found = []
-        for number, probability in zip(numbers.tolist(), logprobs.sum(1).exp().tolist()):
-            if not (is_new and number in items):
-                found.append((self.catalogue.items[number], self.catalogue.titles[number], probability))
-        return found[:k]
+        """Returns the actor's k likeliest items after a history (names, oldest first): tuples of item,
+        title and probability. is_new=True leaves out the items of the history."""
+        items = [self.catalogue.number[str(name)] for name in history]
+        row = {"ids": self.prompt(items[-MAX_HISTORY:])}
+        width = max(k, EVAL_BEAMS) + len(items)
+        numbers, logprobs = self.search_rows(self.actor, [row], width)
+        probabilities = logprobs[0].sum(1).exp()
+        recommended = []
+        for number, probability in zip(numbers[0].tolist(), probabilities.tolist()):
+            if is_new and number in items:
+                continue
+            item, title = self.catalogue.items[number], self.catalogue.titles[number]
+            recommended.append((item, title, probability))
+        return recommended[:k]
 
     # ------------------------------------------------------------ evaluation, logs, checkpoints
 
     @torch.no_grad()
     def evaluate(self):
-        """Returns metrics of the best items for each validation row, and reward_sampled, of samples."""
+        """Returns metrics of the likeliest items on validation, and reward_sampled, of samples."""
         rows = self.valid_rows
         lists, _ = self.search_rows(self.actor, rows, EVAL_BEAMS)
         metrics = means(self.list_figures(lists, rows))
-        transformers.set_seed(SEED)  # each step is seeded, too: this changes no training
+        transformers.set_seed(SEED)  # the next step is seeded again: this does not change the training
         items, _ = self.search_rows(self.actor, rows, GROUP_SIZE, is_sampled=True)
-        metrics["reward_sampled"] = self.compute_rewards(rows, items)[0].mean().item()
+        scores, _ = self.compute_rewards(rows, items)
+        metrics["reward_sampled"] = scores.mean().item()
         return metrics
 
     def list_figures(self, lists, rows):
-        """Returns metrics of each row's best items (rows, EVAL_BEAMS), best first: {name: (rows,)}. The
-        GROUP_SIZE first are rewarded as if they were a group."""
+        """Returns the metrics of lists of items (rows, width), best first, by row: {name: (rows,)}. The
+        first GROUP_SIZE items are rewarded. coverage@10 is one number for all rows, (1,)."""
         lists = lists.cpu()
         figures = {}
         for k in (1, 3, 5, 10, 20):
@@ -611,16 +647,17 @@ class RecTrainer:
         figures["reward"] = scores.mean(1).cpu()
         for name, values in parts.items():
             figures[f"reward/{name}"] = values.mean(1)
-        figures["coverage@10"] = torch.tensor([len(lists[:, :10].unique()) / len(self.catalogue.items)])
+        num_covered = len(lists[:, :10].unique())
+        figures["coverage@10"] = torch.tensor([num_covered / len(self.catalogue.items)])
         return figures
 
     def log_evaluation(self, metrics):
-        """Logs what evaluate() returned. The best policy so far is kept, in SFT by NDCG@10 in the reference,
-        in GRPO by reward in best/."""
+        """Logs what evaluate() returned. Keeps the best policy: SFT's, by NDCG@10, in the reference,
+        GRPO's, by reward, in best/."""
         state = self.state
         state.evaluation = metrics
         self.run.write("metrics.jsonl", phase="eval", step=state.step, **metrics)
-        self.run.log(f"step {state.step}, held out: {figures_text(metrics)}")
+        self.run.log(f"step {state.step}, validation: {figures_text(metrics)}")
         state.evaluations_without_gain += 1
         if state.stage == "SFT" and metrics["ndcg@10"] > state.best_ndcg:
             state.best_ndcg = metrics["ndcg@10"]
@@ -632,55 +669,62 @@ class RecTrainer:
             self.save_policy(self.actor, "best/policy")
 
     def record(self, batch, metrics):
-        """Logs the metrics of a step of GRPO, some of its candidates, and its line on the terminal."""
+        """Logs the metrics of a step of GRPO and LOG_SAMPLES of its candidates."""
         metrics["reward"] = batch.scores.mean().item()
         for name, values in batch.parts.items():
             metrics[f"reward/{name}"] = values.mean().item()
         metrics["advantage_abs"] = batch.advantages.abs().mean().item()
-        metrics["zero_variance_groups"] = (batch.scores == batch.scores[:, :1]).all(1).float().mean().item()
+        is_zero_variance = (batch.scores == batch.scores[:, :1]).all(1)  # (rows,)
+        metrics["zero_variance_groups"] = is_zero_variance.float().mean().item()
+        group_size = batch.items.shape[1]
+        # Evenly spaced over all rows and ranks; rank 0 is the likeliest candidate of a row
         for number in torch.linspace(0, batch.items.numel() - 1, LOG_SAMPLES).long().tolist():
-            place, rank = divmod(number, GROUP_SIZE)  # rank 0: the likeliest candidate
-            row = batch.rows[place]
-            item, target = self.catalogue.names([batch.items[place, rank], row["target"]])
-            sample = {"id": row["id"], "history": self.catalogue.names(row["history"]), "target": target}
-            sample |= {"item": item, "rank": rank, "reward": batch.scores[place, rank].item()}
+            index, rank = divmod(number, group_size)
+            row = batch.rows[index]
+            sample = {"id": row["id"], "history": self.catalogue.names(row["history"])}
+            sample["target"] = self.catalogue.items[row["target"]]
+            sample["item"] = self.catalogue.items[batch.items[index, rank]]
+            sample["rank"] = rank
+            sample["reward"] = batch.scores[index, rank].item()
             self.run.write("samples.jsonl", step=self.state.step, **sample)
-        line = "PL:{policy_loss:.4f} R:{reward:.3f} A:{advantage_abs:.2f} E:{entropy:.3f} KL:{kl:.4f}"
-        self.log_step(line, metrics)
+        printed = ("policy_loss", "reward", "advantage_abs", "entropy", "kl")
+        self.log_step(metrics, self.state.first_step + MAX_STEPS, printed)
 
-    def log_step(self, line, metrics):
-        """Logs a step's metrics and its line on the terminal."""
-        state = self.state
-        last_step = state.first_step + MAX_STEPS if state.stage == "GRPO" else self.sft_steps
+    def log_step(self, metrics, last_step, printed):
+        """Logs the metrics of a step, and prints those that are named in `printed`."""
+        step = self.state.step
         metrics = {"epoch": self.epoch, **metrics}
-        metrics |= {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
-        self.run.write("metrics.jsonl", phase="train", step=state.step, **metrics)
-        if state.step % PRINT_EVERY_N_STEPS == 0:
-            eta = timedelta(seconds=round(sum(self.seconds.values()) * (last_step - state.step)))
-            line = f"{state.stage} epoch {self.epoch}: {line.format(**metrics)}"
-            self.run.log(f"{line}  step {state.step}/{last_step}, {eta} left")
+        for name, seconds in self.seconds.items():
+            metrics[f"seconds/{name}"] = seconds
+        self.run.write("metrics.jsonl", phase="train", step=step, **metrics)
+        if step % PRINT_EVERY_N_STEPS == 0:
+            eta = timedelta(seconds=round(sum(self.seconds.values()) * (last_step - step)))
+            text = "  ".join(f"{name} {metrics[name]:.4g}" for name in printed)
+            self.run.log(f"{self.state.stage} step {step}/{last_step}: {text}  ({eta} left)")
 
     @torch.no_grad()
     def test(self):
-        """Compares the baselines, SFT's best policy and GRPO's on the test rows, see eval_test.json."""
-        lists = baseline_lists(self.test_rows)
-        policies = {"sft": "sft/policy"} | ({"grpo": "best/policy"} if self.state.stage == "GRPO" else {})
-        for name, path in policies.items():
-            model = load_model(transformers.AutoModelForCausalLM, self.run.folder / path).to(self.device)
-            lists[name], _ = self.search_rows(model, self.test_rows, EVAL_BEAMS)
-        figures = {name: self.list_figures(items, self.test_rows) for name, items in lists.items()}
+        """Compares the baselines and the best policies of SFT and GRPO on the test rows."""
+        rows = self.test_rows
+        lists = baseline_lists(rows)
+        lists["sft"], _ = self.search_rows(self.reference, rows, EVAL_BEAMS)
+        if self.state.stage == "GRPO":
+            best = load_model(self.run.folder / "best/policy").to(self.device)
+            lists["grpo"], _ = self.search_rows(best, rows, EVAL_BEAMS)
+        figures = {name: self.list_figures(items, rows) for name, items in lists.items()}
         if "grpo" in figures:
             figures["grpo - sft"] = {key: figures["grpo"][key] - x for key, x in figures["sft"].items()}
-        if VALUE_WEIGHT:  # of the best lists that there could be
-            values = history_values(self.values, column(self.test_rows, "history"))
-            figures["possible"] = {"reward/value": values.topk(GROUP_SIZE).values.mean(1)}
+        if VALUE_WEIGHT:  # of the lists with the highest values
+            values = history_values(self.values, column(rows, "history"))
+            highest = values.sort(dim=1, descending=True).values[:, :GROUP_SIZE]
+            figures["possible"] = {"reward/value": highest.mean(1)}
         table = {}
         for name, by_row in figures.items():
             table[name] = means(by_row)
-            for key, values in by_row.items():  # the mean's 95% interval is +- this
-                if len(values) > 1:
+            for key, values in by_row.items():
+                if len(values) > 1:  # half of the mean's 95% interval
                     table[name][f"{key} +-"] = 1.96 * values.std().item() / math.sqrt(len(values))
-            self.run.log(f"{name:12} test rows: {figures_text(table[name])}")
+            self.run.log(f"{name:12} test: {figures_text(table[name])}")
         (self.run.folder / "eval_test.json").write_text(json.dumps(table, indent=1))
 
     def save_policy(self, model, path):
@@ -690,187 +734,146 @@ class RecTrainer:
             self.tokenizer.save_pretrained(folder)
 
     def save(self):
-        """Writes step_N/ if it is not there yet, removes old checkpoints and draws the plots."""
+        """Writes step_N/ if it is not there yet, removes old checkpoints and draws the pictures."""
         folder = self.run.folder / f"step_{self.state.step}"
-        self.run.checkpoint = folder  # a second train() goes on
+        self.run.checkpoint = folder  # if train() is called again, it resumes from here
         if folder.exists():
             return
         self.run.log(f"Saving {folder}")
         self.state.log_sizes = {name: file.tell() for name, file in self.run.logs.items()}
         with atomic_folder(folder) as tmp:
-            for name, model in self.models.items():
+            for name, model in {"policy": self.actor, "reference": self.reference}.items():
                 model.save_pretrained(tmp / name)
                 self.tokenizer.save_pretrained(tmp / name)
-            optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
-            saved = {"state": vars(self.state), "optimizers": optimizers, "trained": self.trained_names()}
+            saved = {"state": vars(self.state), "optimizer": self.optimizer.state_dict()}
             torch.save(saved, tmp / "training_state.pt")
             shutil.copy(self.run.folder / "training_config.json", tmp / "run.json")
         for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
-            shutil.rmtree(old.rename(f"{old}.tmp"))  # what a kill leaves of it is no checkpoint
+            shutil.rmtree(old.rename(f"{old}.tmp"))  # after a kill the rest is no checkpoint
         draw_grid(self.run.folder, "training_metrics_detailed.png", self.baselines)
-        draw_grid(self.run.folder, f"{Path(__file__).stem}_metrics_with_entropy.png", self.baselines, PANELS)
-
-    def trained_names(self):
-        """Returns what the optimizers' states belong to: their classes and the parameters of each group."""
-        trained = {}
-        for key, optimizer in self.optimizers.items():
-            names = {parameter: name for name, parameter in self.models[key].named_parameters()}
-            groups = [[names.get(p) for p in group["params"]] for group in optimizer.param_groups]
-            trained[key] = [type(optimizer).__name__, *groups]
-        return trained
+        name = f"{Path(__file__).stem}_metrics_with_entropy.png"
+        draw_grid(self.run.folder, name, self.baselines, PANELS)
 
     def load_state(self, folder):
-        """Restores state and optimizers; load_models() took the weights from the same folder."""
+        """Restores state and optimizer; load_models() took the weights from the same folder."""
         saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
-        if saved.get("trained") != self.trained_names():
-            raise UserError("it trained other parameters, in another order, or by another optimizer")
-        for name, optimizer in self.optimizers.items():
-            state = saved["optimizers"][name]["state"]  # not its rates: the constants of now decide
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
         if saved["state"]["catalogue"] != self.state.catalogue:
             raise UserError(f"INDEX_FILE = {INDEX_FILE!r} has other codes than the run")
-        for name, value in saved["state"].items():
-            tensor = getattr(self.state, name, None)
-            if torch.is_tensor(tensor):
-                tensor.detach().copy_(value)  # in place: an optimizer may train it
-            else:
-                setattr(self.state, name, value)
+        self.optimizer.load_state_dict(saved["optimizer"])
+        vars(self.state).update(saved["state"])
 
 
 # ================================================================ models
 
 
-def load_model(auto_class, path):
+def load_model(path):
     """Returns a frozen model in evaluation mode, in which it stays. Missing weights are an error."""
-    options = {"output_loading_info": True, "dtype": torch.float32, "attn_implementation": ATTENTION}
-    model, info = auto_class.from_pretrained(path, **options)
+    auto_class = transformers.AutoModelForCausalLM
+    model, info = auto_class.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
     missing = info["missing_keys"] | {key[0] for key in info["mismatched_keys"]}
     if missing:
         raise UserError(f"the model {path} lacks the weights {', '.join(sorted(missing))}")
-    if getattr(model, "peft_config", None):  # all weights would be trained, and the adapter alone saved
-        base = next(iter(model.peft_config.values())).base_model_name_or_path
-        raise UserError(f"{path} is an adapter of {base}: merge it, or name the run's best/policy")
     for parameter in model.parameters():
-        # Weights that are mapped from a file may be unaligned, which changes a product's last bit
+        # Weights that are mapped from a file may be unaligned, which changes the last bit of a product
         parameter.data = parameter.data.clone()
     return model.requires_grad_(False).eval()
-
-
-def check_limits(model, ids, length):
-    """Refuses token ids that the model has no embedding for, and texts longer than its positions: on a GPU
-    they would end the process."""
-    count = model.get_input_embeddings().num_embeddings
-    if max(ids, default=0) >= count:
-        raise UserError(f"{model.name_or_path} has {count} embeddings: too few for its tokenizer's ids")
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    limit = getattr(config, "max_position_embeddings", None) or math.inf
-    if length > limit * (rope.get("factor") or 1):
-        fault = "too few for the longest text with its response"
-        raise UserError(f"{model.name_or_path} has {limit} positions: {fault}, {length} tokens")
 
 
 def autocast(device):
     return torch.autocast(device.type, torch.bfloat16, enabled=DTYPE == "bfloat16")
 
 
-def make_optimizer(model, learning_rate):
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
-
-
-def clip_and_step(optimizers, sums, run):
-    """Clips gradients and steps if all is finite. sums: metrics, 0-d tensors."""
-    norms = {}
-    for name, optimizer in optimizers.items():
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norms[f"{name}_grad_norm"] = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
-    numbers = torch.stack([*sums.values(), *norms.values()]).tolist()  # here alone we wait for the device
-    metrics = dict(zip([*sums, *norms], numbers))
-    is_finite = all(map(math.isfinite, numbers))
-    for optimizer in optimizers.values():
-        if is_finite:
-            optimizer.step()
-        optimizer.zero_grad()
-    if not is_finite:
-        run.log("WARNING: skipped an optimizer step that is not finite")
-    return metrics
-
-
-# ================================================================ reading prompts and responses
-# One path for all: the prompts are read once, then the responses continue from their keys and values, in the
-# search a code at a time, in scoring all codes at once, in the update with a gradient.
+# ================================================================ prompts and what follows them
+# Each distinct prompt is computed once (prefill). Its rows continue from its keys and values: in the
+# search one code at a time (decode), in scoring all codes at once, in the update with a gradient.
 
 
 class Prefix:
-    """Prompts that were read, and the rows that continue them. self.logits predict each row's next token.
-    prompts: a list of ids per row. Equal ones are read once, for all their rows."""
+    """The tokens of each row so far, as keys and values in a cache. self.logits (rows, 1, vocabulary)
+    predict what follows the prompts, lists of ids. Equal prompts are computed once."""
 
     def __init__(self, model, prompts):
-        distinct = list(dict.fromkeys(map(tuple, prompts)))
-        ids, self.mask = pad_left(distinct, model.device)  # (distinct prompts, P)
         self.model = model
         self.cache = Cache(config=model.config)
-        self.logits = logits_of(model, ids, self.mask, 1, self.cache)  # (distinct prompts, 1, vocabulary)
-        self.select([distinct.index(tuple(prompt)) for prompt in prompts])
+        numbers = {}  # of distinct prompts
+        for prompt in prompts:
+            numbers.setdefault(tuple(prompt), len(numbers))
+        ids, self.mask = pad_left(numbers, model.device)  # (distinct prompts, P)
+        self.logits = self.forward(ids, keep=1)
+        self.select([numbers[tuple(prompt)] for prompt in prompts])
 
     def select(self, rows):
-        """Continues with these rows; a row may stand several times."""
+        """Continues with the rows of these numbers; a row may be taken several times."""
         rows = torch.as_tensor(rows, device=self.model.device)
         self.cache.reorder_cache(rows)
-        self.mask, self.logits = self.mask[rows], self.logits[rows]
+        self.mask = self.mask[rows]
+        self.logits = self.logits[rows]
 
-    def read(self, ids):
-        """Appends ids (rows, T). Returns the logits (rows, T, vocabulary) that follow each."""
+    def append(self, ids):
+        """Appends ids (rows, T). Returns the logits after each of them, (rows, T, vocabulary)."""
         self.mask = torch.cat([self.mask, torch.ones_like(ids)], 1)
-        return logits_of(self.model, ids, self.mask, ids.shape[1], self.cache)
+        return self.forward(ids, keep=ids.shape[1])
+
+    def forward(self, ids, keep):
+        """Returns the logits after the last `keep` of ids, (rows, keep, vocabulary)."""
+        positions = (self.mask.cumsum(1)[:, -ids.shape[1] :] - 1).clamp(min=0)
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": self.mask}
+        with autocast(self.model.device):
+            return self.model(**inputs, past_key_values=self.cache, logits_to_keep=keep).logits
 
 
-def logits_of(model, ids, mask, keep, cache=None):
-    """Returns a policy's logits at the last `keep` positions, (rows, keep, vocabulary). mask also covers what
-    the cache has."""
-    positions = (mask.cumsum(1)[:, -ids.shape[1] :] - 1).clamp(min=0)
-    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-    inputs |= {"past_key_values": cache, "use_cache": cache is not None}
-    with autocast(model.device):
-        return model(**inputs, logits_to_keep=keep).logits
-
-
-def pad_left(rows, device):
+def pad_left(lists, device):
     """Returns lists of ids as one tensor, (rows, length of the longest), and its mask."""
-    ids = [torch.tensor(row) for row in rows]
+    ids = [torch.tensor(row) for row in lists]
     mask = [torch.ones_like(row) for row in ids]
     options = {"batch_first": True, "padding_side": "left"}
     return pad_sequence(ids, **options).to(device), pad_sequence(mask, **options).to(device)
 
 
-# ================================================================ the trie of the catalogue, and decoding
+def pad_right(lists, device):
+    """Returns lists as one tensor, (rows, length of the longest), padded with 0 or False."""
+    return pad_sequence([torch.tensor(row) for row in lists], batch_first=True).to(device)
+
+
+def repeat_each(rows, count):
+    """Returns a list in which each row stands `count` times in succession."""
+    repeated = []
+    for row in rows:
+        repeated += [row] * count
+    return repeated
+
+
+# ================================================================ the trie of the catalogue, search
 
 
 class Trie:
-    """All items' codes as tensors, two per level. A level's nodes are its distinct prefixes, by number.
-    codes (items, depth), token ids, all rows distinct."""
+    """The codes of all items as a tree of prefixes. Level 0 has one node, the empty prefix; a node of
+    level l is a distinct prefix of l codes, with its number in lexical order. codes (items, depth):
+    token ids, all rows distinct."""
 
     def __init__(self, codes, device):
         self.codes = codes.to(device)
         self.depth = codes.shape[1]
-        self.children = []  # of each level: (nodes, width) their children on the next one; -1: none
-        self.code = []  # (nodes of the next level,) the code that leads to each
-        paths = [torch.zeros(len(codes), dtype=torch.long)]  # (items,) an item's node on each level
+        self.children = []  # by level: (nodes, width), numbers of each node's children, padded with -1
+        self.last_codes = []  # by level: (nodes of the next level,), the last code of each
+        paths = [torch.zeros(len(codes), dtype=torch.long)]  # by level: (items,), the node of each item
         for level in range(self.depth):
-            prefixes, node = codes[:, : level + 1].unique(dim=0, return_inverse=True)  # in lexical order
-            parent = torch.zeros(len(prefixes), dtype=torch.long).scatter(0, node, paths[-1])
-            children = torch.arange(len(prefixes)).split(parent.bincount().tolist())
-            self.children.append(pad_sequence(children, batch_first=True, padding_value=-1).to(device))
-            self.code.append(prefixes[:, -1].to(device))
-            paths.append(node)
+            prefixes, nodes = codes[:, : level + 1].unique(dim=0, return_inverse=True)
+            parents = torch.zeros(len(prefixes), dtype=torch.long).scatter(0, nodes, paths[-1])
+            # In lexical order the children of one node are neighbours
+            children = torch.arange(len(prefixes)).split(parents.bincount().tolist())
+            children = pad_sequence(children, batch_first=True, padding_value=-1)
+            self.children.append(children.to(device))
+            self.last_codes.append(prefixes[:, -1].to(device))
+            paths.append(nodes)
         self.paths = torch.stack(paths, 1).to(device)  # (items, depth + 1)
-        self.item_at = self.paths[:, -1].argsort()  # (leaves,) the item of each
+        self.item_at = self.paths[:, -1].argsort()  # (items,), the item of each node of the last level
 
     def distribution(self, level, nodes, logits):
-        """Returns the children of nodes (...) of a level and their log-probabilities, both (..., width)."""
+        """Returns the children of nodes (...) of a level and their log-probabilities, (..., width)."""
         children = self.children[level][nodes]
-        return children, constrained_logprobs(logits, self.code[level][children], children >= 0)
+        codes = self.last_codes[level][children]
+        return children, constrained_logprobs(logits, codes, children >= 0)
 
 
 def item_logprobs(trie, logits, items):
@@ -879,11 +882,14 @@ def item_logprobs(trie, logits, items):
     logprobs = []
     entropies = []
     for level in range(trie.depth):
-        children, distribution = trie.distribution(level, trie.paths[items, level], logits[..., level, :])
-        chosen = (children == trie.paths[items, level + 1].unsqueeze(-1)).long().argmax(-1, keepdim=True)
+        nodes = trie.paths[items, level]
+        next_nodes = trie.paths[items, level + 1]
+        children, distribution = trie.distribution(level, nodes, logits[..., level, :])
+        is_next = children == next_nodes.unsqueeze(-1)
+        chosen = is_next.long().argmax(-1, keepdim=True)  # its place among the children
         logprobs.append(distribution.gather(-1, chosen).squeeze(-1))
-        # Without clamp, 0 * -inf would be NaN
-        entropies.append(-(distribution.exp() * distribution.clamp(min=-1e30)).sum(-1))
+        finite = distribution.clamp(min=-1e30)  # 0 * -inf would be NaN
+        entropies.append(-(distribution.exp() * finite).sum(-1))
     return torch.stack(logprobs, -1), torch.stack(entropies, -1)
 
 
@@ -891,36 +897,53 @@ def item_logprobs(trie, logits, items):
 def search(model, trie, prompts, width, uniform=None):
     """Returns `width` items for each prompt (a list of ids): their numbers (prompts, width), and the
     log-probabilities of their codes, (prompts, width, depth). It goes down the trie level by level with
-    several prefixes per prompt: by beam search, or by samples with replacement, which `uniform` numbers
-    (prompts, width, depth) decide. Example of beams: of the items ax, ay and bx, width 2, the root's options
-    a and b are both kept. Each of them offers two options (b's second is not allowed), totals = [[-0.5, -2.7,
-    -1.1, -inf]] of ax, ay, bx and none. The best two are chosen = [[0, 2]], their parents chosen // 2 = [[0,
-    1]]: ax goes on from a, bx from b."""
-    count = len(prompts)
+    several prefixes per prompt: by samples with replacement, which `uniform` numbers (prompts, width,
+    depth) decide, or without them by beam search."""
     prefix = Prefix(model, prompts)
     logits = prefix.logits
-    prompt = torch.arange(count, device=model.device)[:, None]
-    nodes = torch.zeros(count, 1, dtype=torch.long, device=model.device)  # (prompts, prefixes)
-    logprobs = torch.zeros(count, 1, 0, device=model.device)  # (prompts, prefixes, codes so far)
+    prompt = torch.arange(len(prompts), device=model.device).unsqueeze(1)
+    nodes = torch.zeros_like(prompt)  # (prompts, prefixes); at first one, the root
+    logprobs = torch.zeros(len(prompts), 1, 0, device=model.device)  # (prompts, prefixes, codes so far)
     for level in range(trie.depth):
-        children, options = trie.distribution(level, nodes, logits.view(*nodes.shape, -1))
-        num_prefixes, num_options = options.shape[1:]  # options (prompts, prefixes, options)
-        if uniform is not None:
-            parent = torch.arange(width, device=model.device).expand(count, -1) % num_prefixes
-            shares = options.exp().cumsum(2)[prompt, parent]  # (prompts, width, options), rising to 1
-            drawn = uniform[:, :, level, None] * shares[:, :, -1:]
-            chosen = parent * num_options + (shares < drawn).sum(2)
+        num_prefixes = nodes.shape[1]
+        logits = logits.view(len(prompts), num_prefixes, -1)
+        # The options of a prefix are its children, both (prompts, prefixes, options)
+        children, option_logprobs = trie.distribution(level, nodes, logits)
+        if uniform is None:
+            parent, option = best_options(logprobs.sum(2), option_logprobs, width)
         else:
-            totals = (logprobs.sum(2, keepdim=True) + options).flatten(1)
-            chosen = totals.topk(min(width, totals.shape[1])).indices  # (prompts, next prefixes)
-            parent = chosen // num_options
-        nodes = children.flatten(1).gather(1, chosen)
-        chosen_logprobs = options.flatten(1).gather(1, chosen)
-        logprobs = torch.cat([logprobs[prompt, parent], chosen_logprobs.unsqueeze(2)], 2)
+            parent, option = sampled_options(option_logprobs, uniform[:, :, level])
+        nodes = children[prompt, parent, option]  # (prompts, next prefixes)
+        chosen_logprobs = option_logprobs[prompt, parent, option].unsqueeze(2)
+        logprobs = torch.cat([logprobs[prompt, parent], chosen_logprobs], 2)
         if level + 1 < trie.depth:
             prefix.select((prompt * num_prefixes + parent).flatten())
-            logits = prefix.read(trie.code[level][nodes].view(-1, 1))
+            logits = prefix.append(trie.last_codes[level][nodes].view(-1, 1))
     return trie.item_at[nodes], logprobs
+
+
+def best_options(prefix_logprobs, option_logprobs, width):
+    """Returns the parent and the option of the `width` likeliest next prefixes, two (prompts, next
+    prefixes), for prefixes (prompts, prefixes) and options (prompts, prefixes, options). For example, a
+    has the options x and y, b has x alone. The totals [[-0.5, -2.7, -1.1, -inf]] are those of ax, ay,
+    bx and of no item, the best two are the numbers [[0, 2]], their parents [[0, 1]] (a and b) and
+    options [[0, 0]] (x and x)."""
+    totals = (prefix_logprobs.unsqueeze(2) + option_logprobs).flatten(1)
+    numbers = totals.topk(min(width, totals.shape[1])).indices
+    num_options = option_logprobs.shape[2]
+    return numbers // num_options, numbers % num_options
+
+
+def sampled_options(option_logprobs, uniform):
+    """Returns the parent and the option of each sample, two (prompts, samples). At the root all samples
+    have one parent, later each continues its own prefix. uniform (prompts, samples) is in [0, 1)."""
+    num_prompts, num_samples = uniform.shape
+    prompt = torch.arange(num_prompts, device=uniform.device).unsqueeze(1)
+    parent = torch.arange(num_samples, device=uniform.device) % option_logprobs.shape[1]
+    parent = parent.expand(num_prompts, -1)
+    cumulative = option_logprobs.exp().cumsum(2)[prompt, parent]  # (prompts, samples, options), up to 1
+    target = uniform.unsqueeze(2) * cumulative[:, :, -1:]
+    return parent, (cumulative < target).sum(2)
 
 
 # ================================================================ data
@@ -938,7 +961,7 @@ def encode(tokenizer, prompt):
         options = {"add_generation_prompt": True, "return_dict": True}
         return tokenizer.apply_chat_template(messages, **options)["input_ids"]
     ids = tokenizer(text)["input_ids"]
-    if ids[-1:] == [tokenizer.eos_token_id]:  # some append EOS to every text
+    if ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers append EOS to every text
         ids = ids[:-1]
     return ids
 
@@ -958,24 +981,24 @@ class Catalogue:
 
     def __init__(self):
         index = read_file("INDEX_FILE", lambda path: json.loads(Path(path).read_text("utf-8-sig")))
-        takes = 'it takes {item: codes}, such as {"B0012": ["<a_7>", "<b_120>", "<c_3>"]}'
+        form = 'it takes {item: codes}, such as {"B0012": ["<a_7>", "<b_120>", "<c_3>"]}'
         if not isinstance(index, dict) or not index:
-            raise UserError(f"INDEX_FILE = {INDEX_FILE!r}: {takes}")
+            raise UserError(f"INDEX_FILE = {INDEX_FILE!r}: {form}")
+        item_of = {}  # {codes: item}
         for item, codes in index.items():
+            fault = f"INDEX_FILE = {INDEX_FILE!r}: item {item!r} has {codes!r:.80}"
             is_list = isinstance(codes, list) and len(codes) > 0
             if not is_list or not all(isinstance(code, str) and code.strip() for code in codes):
-                raise UserError(f"INDEX_FILE = {INDEX_FILE!r}: item {item!r} has {codes!r:.80}: {takes}")
+                raise UserError(f"{fault}: {form}")
+            if tuple(codes) in item_of:
+                raise UserError(f"{fault}, as item {item_of[tuple(codes)]!r} has")
+            item_of[tuple(codes)] = item
         self.items = list(index)
         self.number = {item: number for number, item in enumerate(index)}
-        self.codes = list(map(list, index.values()))
+        self.codes = list(index.values())
         self.vocabulary = sorted(set(chain(*self.codes)))
         if len(set(map(len, self.codes))) > 1:
             raise UserError(f"INDEX_FILE = {INDEX_FILE!r}: all items need the same number of codes")
-        ((codes, count),) = Counter(map(tuple, self.codes)).most_common(1)
-        if count > 1:
-            raise UserError(f"INDEX_FILE = {INDEX_FILE!r}: {count} items have the codes {codes}")
-        if len(self.items) < GROUP_SIZE:
-            raise UserError(f"GROUP_SIZE = {GROUP_SIZE} is above the number of items, {len(self.items)}")
         titles = read_file("ITEM_FILE", read_titles) if ITEM_FILE else {}
         self.titles = [titles.get(item, "") for item in index]
 
@@ -984,47 +1007,57 @@ class Catalogue:
 
 
 def read_titles(path):
-    lines = Path(path).read_text("utf-8-sig").removesuffix("\n").split("\n")
-    return {item: title for _, title, item in (line.split("\t") for line in lines)}
+    """Returns {item: title} of lines of codes, title and item with tabs between."""
+    titles = {}
+    for line in Path(path).read_text("utf-8-sig").removesuffix("\n").split("\n"):
+        _, title, item = line.split("\t")
+        titles[item] = title.strip()
+    return titles
 
 
 def read_csv(path):
     csv.field_size_limit(2**31 - 1)  # a history may be longer than the default, 131,072
     with open(path, encoding="utf-8-sig", newline="") as file:
-        return list(csv.DictReader(file, strict=True))  # strict: an open quote is an error
+        # strict: otherwise an unclosed quote swallows the rest of the file
+        return list(csv.DictReader(file, strict=True))
 
 
 def read_sequences(constant, catalogue):
-    """Returns [{"id", "user", "items"}] of a csv file; items are the numbers of a history and its target."""
-    path = globals()[constant]
+    """Returns [{"id", "user", "items"}] of a csv file; items: numbers of a history and its target."""
+    file = Path(globals()[constant])
     sequences = []
     for line, record in enumerate(read_file(constant, read_csv), 2):
         try:
-            names = [*map(str, ast.literal_eval(record[HISTORY_COLUMN])), record[TARGET_COLUMN]]
-            items = [catalogue.number[name] for name in names]
-            if len(items) < 2:
+            history = ast.literal_eval(record[HISTORY_COLUMN])
+            names = [*map(str, history), record[TARGET_COLUMN]]
+            if len(names) < 2:
                 raise ValueError("no history")
-            sequences.append({"id": f"{Path(path).name}:{line}", "user": record[USER_COLUMN], "items": items})
+            items = [catalogue.number[name] for name in names]
+            sequences.append({"id": f"{file.name}:{line}", "user": record[USER_COLUMN], "items": items})
         except (KeyError, ValueError, SyntaxError, TypeError) as error:
-            takes = f"{HISTORY_COLUMN}, a list such as [3, 17], and {TARGET_COLUMN}, of items of INDEX_FILE"
             fault = f"{type(error).__name__}: {first_line(error)}"
-            raise UserError(f"{path} line {line} ({fault}): it takes {USER_COLUMN}, {takes}") from None
+            columns = f"{USER_COLUMN}, {HISTORY_COLUMN} such as [3, 17] and {TARGET_COLUMN}"
+            hint = f"it takes {columns}, of items of INDEX_FILE"
+            raise UserError(f"{file} line {line} ({fault}): {hint}") from None
     return sequences
 
 
 def load_splits(catalogue):
-    """Returns sequences to train on, and rows of validation and test. A sequence is a row of TRAIN_FILE cut
-    to MAX_HISTORY and its target, with "learn", whether each item but the first is a target: not if the same
-    user took it after the same item in validation, test or an earlier row."""
-    valid = list(map(as_row, read_sequences("VALID_FILE", catalogue)))
-    test = list(map(as_row, read_sequences("TEST_FILE", catalogue))) if TEST_FILE else []
+    """Returns sequences to train on, and rows of validation and test. A sequence is a line of
+    TRAIN_FILE cut to its target and MAX_HISTORY items before it. Its "learn" says for each item but the
+    first whether it is a target: not if the same user took it after the same item in validation, test
+    or an earlier line."""
+    valid = [make_row(sequence) for sequence in read_sequences("VALID_FILE", catalogue)]
+    test = []
+    if TEST_FILE:
+        test = [make_row(sequence) for sequence in read_sequences("TEST_FILE", catalogue)]
     taken = {(row["user"], row["history"][-1], row["target"]) for row in valid + test}
     sequences = []
     for sequence in read_sequences("TRAIN_FILE", catalogue):
         items = sequence["items"][-MAX_HISTORY - 1 :]
-        pairs = [(sequence["user"], *pair) for pair in pairwise(items)]
-        learn = [pair not in taken for pair in pairs]
-        taken.update(pairs)
+        steps = [(sequence["user"], item, next_item) for item, next_item in pairwise(items)]
+        learn = [step not in taken for step in steps]
+        taken.update(steps)
         if any(learn):
             sequences.append({**sequence, "items": items, "learn": learn})
     if not sequences or not valid:
@@ -1034,55 +1067,59 @@ def load_splits(catalogue):
     return sequences, valid, test
 
 
-def as_row(sequence):
+def make_row(sequence):
     """Returns the last transition of a sequence as a row with a history and a target."""
     *history, target = sequence["items"][-MAX_HISTORY - 1 :]
     row = {"id": sequence["id"], "user": sequence["user"], "history": history, "target": target}
-    return {**row, "items": [target], "learn": [True]}  # SFT reads these two
+    return {**row, "items": [target], "learn": [True]}  # SFT uses these two
 
 
 def transitions(sequences):
-    """Returns a row with a history and a target for each item of sequences that is learnt."""
+    """Returns a row with a history and a target for each item of the sequences that is learnt."""
     rows = []
     for sequence in sequences:
-        for place, is_learnt in enumerate(sequence["learn"], 1):
+        for position, is_learnt in enumerate(sequence["learn"], 1):
             if is_learnt:
-                items = sequence["items"][: place + 1]
-                rows.append(as_row({**sequence, "id": f"{sequence['id']}#{place}", "items": items}))
+                items = sequence["items"][: position + 1]
+                rows.append(make_row({**sequence, "id": f"{sequence['id']}#{position}", "items": items}))
     return rows
 
 
-# ================================================================ figures
+# ================================================================ baselines and metrics
 
 
 def baseline_data():
-    """Returns a digest of what other methods learn from and choose their settings by."""
-    return digest([MAX_HISTORY, *(Path(path).read_bytes() for path in (INDEX_FILE, TRAIN_FILE, VALID_FILE))])
+    """Returns a digest of the data that other methods learn from and choose their settings by."""
+    files = [Path(path).read_bytes() for path in (INDEX_FILE, TRAIN_FILE, VALID_FILE)]
+    return digest([MAX_HISTORY, *files])
 
 
 def baseline_lists(rows):
-    """Returns {baseline: best items (rows, 20 or more)} of BASELINES_FILE; {} if it is of other data."""
+    """Returns {method: best items (rows, 20 or more)} of BASELINES_FILE; {} if it is of other data."""
     if not Path(BASELINES_FILE).exists():
         return {}
-    arrays = dict(read_file("BASELINES_FILE", np.load))
-    is_current = str(arrays.pop("data", "")) == baseline_data()
-    place = {}  # of a history's lists
-    for number, history in enumerate(arrays.pop("histories")):
-        place[tuple(history[history >= 0])] = number  # -1 is padding
-    places = [place.get(tuple(row["history"])) for row in rows]
-    width = min(array.shape[1] for array in arrays.values())
-    if not is_current or None in places or width < GROUP_SIZE:
-        fault = "is of other rows, codes, MAX_HISTORY or a smaller GROUP_SIZE, and is not shown"
-        print(f"BASELINES_FILE = {BASELINES_FILE!r} {fault}; data/rec_baselines.py writes it", flush=True)
+    lists = dict(read_file("BASELINES_FILE", np.load))
+    is_current = str(lists.pop("data", "")) == baseline_data()
+    position = {}  # of each history in the lists
+    for number, history in enumerate(lists.pop("histories")):
+        position[tuple(history[history >= 0])] = number  # -1 is padding
+    positions = [position.get(tuple(row["history"])) for row in rows]
+    width = min(items.shape[1] for items in lists.values())
+    if not is_current or None in positions or width < GROUP_SIZE:
+        fault = "is not shown: it is of other rows, codes, MAX_HISTORY or a smaller GROUP_SIZE"
+        print(f"BASELINES_FILE = {BASELINES_FILE!r} {fault} (data/rec_baselines.py)", flush=True)
         return {}
-    return {name: torch.tensor(lists[places]).long() for name, lists in arrays.items()}
+    return {name: torch.tensor(items[positions]).long() for name, items in lists.items()}
 
 
 def gains(lists, rows, k):
-    """Returns NDCG of one target, (rows,): 1 / log2(rank + 1) where it is among the first k, rank from 1."""
-    targets = torch.tensor(column(rows, "target"))
-    discounts = 1 / torch.log2(torch.arange(lists[:, :k].shape[1]) + 2.0)
-    return ((lists[:, :k] == targets[:, None]) * discounts).sum(1)
+    """Returns NDCG@k by row, (rows,): 1 / log2(rank + 1) of the target's rank in the list, from 1; 0 if
+    it is not among the first k."""
+    targets = torch.tensor(column(rows, "target")).unsqueeze(1)
+    is_target = lists[:, :k] == targets
+    ranks = torch.arange(1, is_target.shape[1] + 1)
+    discounts = 1 / torch.log2(ranks + 1.0)
+    return (is_target * discounts).sum(1)
 
 
 def means(figures):
@@ -1090,9 +1127,9 @@ def means(figures):
 
 
 def figures_text(metrics):
-    """Returns the figures that are printed, with half of their 95% intervals if these are known."""
+    """Returns the metrics that are printed, with half of their 95% intervals if these are known."""
     text = ""
-    for name in (*PANELS[:4], "reward_sampled", "coverage@10"):
+    for name in ("hr@10", "ndcg@10", "reward", "reward/value", "reward_sampled", "coverage@10"):
         if name in metrics:
             text += f"{name} {metrics[name]:.4f}  "
         if f"{name} +-" in metrics:
@@ -1107,16 +1144,17 @@ class Run:
     """The files of one run in OUTPUT_DIR, and the signals that end the run."""
 
     def __init__(self, resume):
-        self.folder = Path(OUTPUT_DIR).absolute()  # once: a reward function may change the working directory
+        self.folder = Path(OUTPUT_DIR).absolute()  # a program may change the working directory
         self.logs = {}
         self.wandb = None
         self.signal = 0
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.lock = filelock.FileLock(f"{self.folder}.lock", is_singleton=True)
-        self.facts = {"file": __file__, "program": os.path.abspath(sys.argv[0]), "torch": torch.__version__}
-        paths = {os.path.realpath(path) for path in (__file__, sys.argv[0], rewards.__file__)}
-        self.facts["text"] = digest(sorted(Path(path).read_bytes() for path in paths if Path(path).is_file()))
+        program = os.path.abspath(sys.argv[0])
+        self.facts = {"file": __file__, "program": program, "torch": torch.__version__}
+        files = [Path(path) for path in (__file__, program, rewards.__file__) if Path(path).is_file()]
+        self.facts["text"] = digest(sorted({file.read_bytes() for file in files}))
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.lock.acquire(timeout=0)  # fails if another run writes into OUTPUT_DIR
         self.checkpoint = choose_checkpoint(self.folder, resume)
@@ -1129,12 +1167,12 @@ class Run:
         print("\nStopping after this step, then saving; again stops at once", flush=True)
 
     def open(self, state, is_complete):
-        """Opens the logs and catches signals. A run that continues cuts the logs back to its checkpoint; if
-        no step is left, it is complete."""
+        """Opens the logs and catches signals. A resumed run cuts the logs back to its checkpoint."""
         self.outcome = "Nothing was left to do: complete" if is_complete else "Done"
-        self.handlers = {}
+        self.handlers = {}  # {signal: its handler before}
         with suppress(ValueError):  # only the main thread gets signals
-            self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self.on_signal)
         self.lock.acquire(timeout=0)  # a second train() has to take it again
         self.compare(state, is_complete)
         for half in self.folder.glob("step_*.tmp"):  # a kill may leave some
@@ -1148,52 +1186,57 @@ class Run:
             file.truncate(min(file.tell(), state.log_sizes.get(name, 0)))
             self.logs[name] = file
         config = self.folder / "training_config.json"
-        config.with_suffix(".tmp").write_text(json.dumps(self.facts | {"constants": constants()}, indent=1))
+        facts = {**self.facts, "constants": constants()}
+        config.with_suffix(".tmp").write_text(json.dumps(facts, indent=1))
         config.with_suffix(".tmp").rename(config)
         if USE_WANDB:
             import wandb  # slow
 
-            self.wandb = wandb.init(dir=self.folder, config=constants(), id=state.wandb_id, resume="allow")
+            options = {"id": state.wandb_id, "resume": "allow"}
+            self.wandb = wandb.init(dir=self.folder, config=constants(), **options)
             state.wandb_id = self.wandb.id
 
     def compare(self, state, is_complete):
-        """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights are
-        those of the checkpoint. Refuses a complete run that would end as if it had trained what changed."""
+        """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights
+        are the checkpoint's. Refuses changes of a complete run: it would end as if it had them."""
         if not self.checkpoint:
             return
         earlier = json.loads((self.checkpoint / "run.json").read_text())
-        changes = [(k, x) for k, x in constants().items() if earlier["constants"].get(k, x) != x]
-        changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR", "TEST_FILE")]
-        print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
-        for name, what in {"text": "file", "data": "data"}.items():
-            if earlier.get(name) != self.facts.get(name):
-                changes.append(f"the {what} changed since step {state.step}")
-                print(changes[-1], flush=True)
         hint = "RESUME=no or another OUTPUT_DIR begins another run"
-        for name in ("ACTOR_MODEL", "CRITIC_MODEL", "BASE_MODEL"):
-            model = earlier["constants"].get(name)
-            if model != constants().get(name):
-                raise UserError(f"the weights of {self.checkpoint} are of {name}={model}: {hint}")
+        changes = []
+        for name, value in constants().items():
+            is_free = name in ("RESUME", "OUTPUT_DIR", "TEST_FILE")
+            if not is_free and earlier["constants"].get(name, value) != value:
+                changes.append(f"{name}={value!r}")
+        print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
+        for name, fact in (("file", "text"), ("data", "data")):
+            if earlier[fact] != self.facts[fact]:
+                changes.append(f"the {name} changed since step {state.step}")
+                print(changes[-1], flush=True)
+        model = earlier["constants"]["ACTOR_MODEL"]
+        if model != constants()["ACTOR_MODEL"]:
+            raise UserError(f"the weights of {self.checkpoint} are of ACTOR_MODEL={model}: {hint}")
         if is_complete and changes:
             raise UserError(f"complete at step {state.step}, but {'; '.join(changes)}: {hint}")
 
     def move_old_files(self, state, target):
-        """Moves what is later than the run's checkpoint, or all of an earlier run, to the folder `target`."""
+        """Moves files later than the resumed checkpoint, or all of an earlier run, to `target`."""
         config = self.folder / "training_config.json"
         if not config.exists():
             return
         stale = list_checkpoints(self.folder)
         if self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve():
-            stale = [path for path in stale if int(path.name[5:]) > state.step]
+            stale = [path for path in stale if int(path.name.removeprefix("step_")) > state.step]
         else:
             state.log_sizes = {}
-            names = "training_config.json eval_test.json sft/policy"
+            names = "eval_test.json sft/policy"
             for pattern in f"logs/*.jsonl logs/training_*.log *_metrics_*.png {names}".split():
                 stale += self.folder.glob(pattern)
+            stale.append(config)  # moved last: a start that does not find it moves nothing
         if stale:  # best/ may be of a later step, or of the other run
             state.best_score = -math.inf
-            stale += [path.parent for path in self.folder.glob("best/*/config.json")]
-        for path in sorted(stale, key=config.__eq__):  # it goes last: a start without it moves nothing
+            stale[:0] = [path.parent for path in self.folder.glob("best/*/config.json")]
+        for path in stale:
             moved = target / path.relative_to(self.folder)
             moved.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(path, moved)
@@ -1215,7 +1258,9 @@ class Run:
 
     def write(self, name, **record):
         """Writes one line of JSON to a log. Numbers that are not finite become null: JSON has no NaN."""
-        record = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in record.items()}
+        for key, value in record.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                record[key] = None
         self.logs[name].write(json.dumps(record) + "\n")
         if self.wandb and name == "metrics.jsonl":
             phase = record.pop("phase")
@@ -1224,8 +1269,12 @@ class Run:
 
 def list_checkpoints(folder):
     """Returns the folders step_N of a run, oldest first."""
-    folders = {path.parent.name[5:]: path.parent for path in Path(folder).glob("step_*/training_state.pt")}
-    return [folders[str(number)] for number in sorted(int(name) for name in folders if name.isdecimal())]
+    folders = {}
+    for path in Path(folder).glob("step_*/training_state.pt"):
+        number = path.parent.name.removeprefix("step_")
+        if number.isdecimal():  # not step_N.tmp
+            folders[int(number)] = path.parent
+    return [folders[number] for number in sorted(folders)]
 
 
 def choose_checkpoint(folder, resume):
@@ -1234,20 +1283,22 @@ def choose_checkpoint(folder, resume):
     if resume not in ("ask", "yes", "no"):
         checkpoints = list_checkpoints(resume) or [Path(resume)]
         if not (checkpoints[-1] / "training_state.pt").exists():
-            raise UserError(f"RESUME = {resume!r} is not ask, yes, no, or the folder of a checkpoint or run")
+            raise UserError(f"RESUME = {resume!r} is not ask, yes, no or a checkpoint's or run's folder")
     if resume == "yes" and not checkpoints:
-        print(f"RESUME=yes: {folder} has no checkpoint, the run begins afresh", flush=True)
+        print(f"RESUME=yes: {folder} has no checkpoint, so a new run begins", flush=True)
     if resume == "no" or not checkpoints:
         return None
     print(f"Found checkpoint: {checkpoints[-1]}", flush=True)
-    asks = resume == "ask" and sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()
-    if asks and not input("Resume training from it? (y/n): ").lower().startswith("y"):
-        return None
+    is_terminal = sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()
+    if resume == "ask" and is_terminal:
+        answer = input("Resume training from it? (y/n): ")
+        if not answer.lower().startswith("y"):
+            return None
     return checkpoints[-1]
 
 
 def digest(items):
-    """Returns their number and the beginning of a hash of them, as a text."""
+    """Returns the number of items and the beginning of a hash of them, as a text."""
     total = hashlib.sha256()
     for item in items:
         total.update(repr(item).encode())
@@ -1256,12 +1307,12 @@ def digest(items):
 
 @contextmanager
 def atomic_folder(path):
-    """Gives a folder to fill, which is then renamed to `path`: it is there whole or not at all."""
+    """Yields a folder to fill, which is then renamed to `path`: it is there whole or not at all."""
     tmp = path.with_name(path.name + ".tmp")
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
     yield tmp
-    for file in [*tmp.rglob("*"), tmp]:  # what was written is on the disk before its name is
+    for file in [*tmp.rglob("*"), tmp]:  # the contents must be on the disk before the name is
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
@@ -1269,39 +1320,72 @@ def atomic_folder(path):
     tmp.rename(path)
 
 
-# The panels of grpo_rec_metrics_with_entropy.png; training_metrics_detailed.png has all metrics that vary.
-# The first four are compared on the test rows, with intervals
-PANELS = "hr@10 ndcg@10 reward reward/value reward_sampled entropy sft_loss policy_grad_norm kl".split()
+# The panels of grpo_rec_metrics_with_entropy.png: {title: {stage: metric}}.
+# training_metrics_detailed.png has a panel for each stage and metric
+PANELS = {
+    "HR@10": {"validation": "hr@10"},
+    "NDCG@10": {"validation": "ndcg@10"},
+    "reward of the likeliest items": {"validation": "reward"},
+    "value of the likeliest items": {"validation": "reward/value"},
+    "reward of samples": {"GRPO": "reward", "validation": "reward_sampled"},
+    "coverage of the catalogue": {"validation": "coverage@10"},
+    "loss of SFT": {"SFT": "sft_loss"},
+    "entropy per code": {"SFT": "entropy", "GRPO": "entropy"},
+    "KL to the best policy of SFT": {"GRPO": "kl"},
+}
 
 
-def draw_grid(folder, path, baselines, names=None):
-    """Draws a panel per metric: each training step faint, their rolling mean, and the evaluations' points.
-    baselines {name: metrics} are dashed lines."""
-    records = [json.loads(line) for line in (folder / "logs/metrics.jsonl").read_text().splitlines()]
-    names = [name for name in names or dict.fromkeys(chain(*records)) if name not in ("phase", "step")]
-    names = [name for name in names if len({r.get(name) for r in records} - {None}) > 1]  # it varies
-    height = max(1, math.ceil(len(names) / 3))
-    figure = Figure(figsize=(10, 2.3 * height + 0.5), layout="tight")
-    for number, name in enumerate(names, 1):
-        axis = figure.add_subplot(height, 3, number, title=name, xlabel="step")
+def stage_of(record):
+    """Returns the stage of a record of metrics.jsonl, see PANELS."""
+    if record["phase"] == "eval":
+        return "validation"
+    return "SFT" if "sft_loss" in record else "GRPO"
+
+
+def draw_grid(folder, path, baselines, panels=None):
+    """Draws panels, by default one per stage and metric, without metrics that are constant. A training
+    step is a faint point, an evaluation a full one, a baseline {name: metrics} a dashed line."""
+    curves = {}  # {(stage, metric): ([steps], [values])}
+    for line in (folder / "logs/metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        for name, value in record.items():
+            if name not in ("phase", "step") and value is not None:
+                steps, values = curves.setdefault((stage_of(record), name), ([], []))
+                steps.append(record["step"])
+                values.append(value)
+    curves = {key: curve for key, curve in curves.items() if len(set(curve[1])) > 1}
+    if panels is None:
+        panels = {f"{stage}: {name}": {stage: name} for stage, name in curves}
+    drawn = []
+    for title, metrics in panels.items():
+        if any((stage, name) in curves for stage, name in metrics.items()):
+            drawn.append((title, metrics))
+    height = max(1, math.ceil(len(drawn) / 3))
+    figure = Figure(figsize=(10, 2.3 * height + 0.8), layout="constrained")
+    legend = {}  # {label: line}
+    for number, (title, metrics) in enumerate(drawn, 1):
+        axis = figure.add_subplot(height, 3, number, title=title, xlabel="step")
         axis.grid(alpha=0.3)
-        for phase in dict.fromkeys(column(records, "phase")):
-            points = [r for r in records if r["phase"] == phase and r.get(name) is not None]
-            steps, values = column(points, "step"), column(points, name)
-            if phase != "train":
-                axis.plot(steps, values, "o-", color="C1", markersize=4)
-            elif values:
+        for stage, name in metrics.items():
+            if (stage, name) not in curves:
+                continue
+            steps, values = curves[stage, name]
+            if stage == "validation":
+                line = axis.plot(steps, values, "o-", color="C1", markersize=4)[0]
+                legend["validation"] = line
+            else:
+                color = "C0" if stage == "SFT" else "C2"
                 window = max(1, len(values) // 12)
-                means = np.convolve(values, np.full(window, 1 / window), "valid")
-                axis.plot(steps, values, ".-", color="C0", alpha=0.25)
-                axis.plot(steps[window - 1 :], means, color="C0")
-        for color, (baseline, metrics) in enumerate(baselines.items(), 2):
-            if name in metrics:
-                axis.axhline(metrics[name], linestyle="--", linewidth=1, color=f"C{color}", label=baseline)
-        if name == "ndcg@10" and baselines:
-            axis.legend(fontsize=7)
-    title = "blue: training, each step and rolling mean; orange: held out; dashed: other methods, held out"
-    figure.suptitle(title, fontsize=9)
+                rolling_means = np.convolve(values, np.full(window, 1 / window), "valid")
+                axis.plot(steps, values, ".", color=color, alpha=0.3, markersize=3)
+                line = axis.plot(steps[window - 1 :], rolling_means, color=color)[0]
+                legend[f"{stage}, rolling mean"] = line
+        for color, (baseline, figures) in enumerate(baselines.items(), 3):
+            value = figures.get(metrics.get("validation"))
+            if value is not None:
+                line = axis.axhline(value, linestyle="--", linewidth=1, color=f"C{color}")
+                legend[f"{baseline}, validation"] = line
+    figure.legend(legend.values(), legend, loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(folder / path, dpi=110)
 
 
@@ -1309,15 +1393,17 @@ def draw_grid(folder, path, baselines, names=None):
 
 
 def first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]
 
 
 def constants():
     """Returns every constant of this file by name, as JSON has it."""
-    values = {name: x for name, x in globals().items() if name.isupper() and name not in ("ROOT", "PANELS")}
+    values = {name: x for name, x in globals().items() if name.isupper()}
+    del values["ROOT"], values["PANELS"]
 
-    def describe(x):  # a function by its name, an object without its address in memory
-        return getattr(getattr(x, "func", x), "__name__", re.sub(r" at 0x\w+", "", str(x)))
+    def describe(value):  # a function by its name
+        return getattr(value, "__name__", type(value).__name__)
 
     text = json.dumps(values, default=describe)
     return json.loads(text.replace(json.dumps(str(ROOT))[1:-1], "{ROOT}"))  # the repository may be moved
@@ -1326,15 +1412,16 @@ def constants():
 def read_constants(path):
     """Yields KEY=VALUE of each line of a file, without comments. A text may stand in quotes."""
     for line in Path(path).read_text(encoding="utf-8-sig").splitlines():
+        if not line.strip() or line.strip().startswith("#"):
+            continue
         key, _, text = line.partition("=")
         quoted = re.fullmatch(r"""(["'])(.*?)\1\s*(#.*)?""", text.strip())
         text = quoted[2] if quoted else re.split(r"\s#\s", text)[0].strip()
-        if line.strip() and not line.strip().startswith("#"):
-            yield f"{key.strip()}={text}"
+        yield f"{key.strip()}={text}"
 
 
 def apply_overrides(arguments):
-    """Sets constants from KEY=VALUE arguments, or @FILE with one on each line, in the constants' types."""
+    """Sets constants from KEY=VALUE arguments, or @FILE with one on each line, in their types."""
     for argument in arguments:
         if argument.startswith("@"):
             apply_overrides(read_constants(argument[1:]))
@@ -1342,60 +1429,54 @@ def apply_overrides(arguments):
         key, _, text = argument.partition("=")
         if key not in constants():
             near = difflib.get_close_matches(key.upper(), constants(), 1, 0.0)[0]
-            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file, such as {near}")
+            raise UserError(f"{argument!r} is not KEY=VALUE with a constant, such as {near}")
         wanted = __annotations__.get(key, type(globals()[key]))  # a type such as int, or int | None
-        value = os.path.expanduser(text).replace("{file}", Path(sys.argv[0]).stem)
-        # \n is a line break, but in \\n and in LaTeX's \neq, \nu and the like
-        latex = r"(?:eq?|u|abla|ot(?:in)?|eg|mid|cong|leq|geq|less|exists|atural|orm)(?![a-z])"
-        value = re.sub(rf"(?<!\\)\\n(?!{latex})", "\n", value).replace(r"\\n", r"\n")
+        value = os.path.expanduser(text).replace(r"\n", "\n")
+        value = value.replace("{file}", Path(sys.argv[0]).stem)
         if not isinstance(value, wanted) or text == "None":
             with suppress(ValueError, SyntaxError):
                 value = ast.literal_eval(text)
-        if type(value) is int and isinstance(0.0, wanted):
+        accepts_float = isinstance(0.0, wanted)
+        if type(value) is int and accepts_float:
             value = float(value)
         if not isinstance(value, wanted):
             raise UserError(f"{argument}: {key} takes a value such as {globals()[key]!r}")
         globals()[key] = value
 
 
-def check_numbers(counts):
-    """Refuses numbers below 0, or below 1 if `counts` has their names."""
-    for name, value in constants().items():
-        lowest = int(name in counts.split())
-        if type(value) not in (int, float) or name == "REWARD_MODEL_WEIGHT":
-            continue
-        if not lowest <= value or (type(value) is int and value >= 2**63):  # NaN, and seeds beyond 64 bits
-            raise UserError(f"{name} = {value!r} is not a number from {lowest} on (or too large)")
+def require(is_kept, rule):
+    if not is_kept:
+        raise UserError(f"a constant breaks a rule: {rule}")
 
 
 def check_constants():
     """Refuses values that would fail silently or late."""
-    check_numbers(
+    counts = (
         "MAX_HISTORY MAX_EVAL_ROWS SFT_BATCH_SIZE BATCH_SIZE MICRO_BATCH_ROWS GROUP_EPOCHS "
         "MINI_BATCHES KEEP_LAST_N_CHECKPOINTS PRINT_EVERY_N_STEPS"
     )
-    above_0 = min(TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM, SFT_LEARNING_RATE)
-    shares = VALUE_DECAY, SFT_WARMUP, TITLE_ROWS, TITLE_HISTORY_ROWS
-    rules = {
-        "DTYPE is float32 or bfloat16": DTYPE in ("float32", "bfloat16"),
-        "SCALE_REWARDS is group, batch or none": SCALE_REWARDS in ("group", "batch", "none"),
-        "KL_ESTIMATOR is k2 or k3": KL_ESTIMATOR in ("k2", "k3"),
-        "TEMPERATURE, CLIP_RANGE, MAX_GRAD_NORM, SFT_LEARNING_RATE are above 0": above_0 > 0,
-        "VALUE_DECAY, SFT_WARMUP, TITLE_ROWS, TITLE_HISTORY_ROWS are at most 1": max(shares) <= 1,
-        "GROUP_SIZE is 2 or more, and at most EVAL_BEAMS": 2 <= GROUP_SIZE <= EVAL_BEAMS,
-        "EVAL_BEAMS is 20 or more": EVAL_BEAMS >= 20,
-        "a reward has a weight": VALUE_WEIGHT or RULE_WEIGHT or REWARD_FUNCTIONS,
-        "VALUE_WEIGHT needs a VALUES_FILE": VALUES_FILE or not VALUE_WEIGHT,
-        "TITLE_ROWS, TITLE_HISTORY_ROWS need an ITEM_FILE": ITEM_FILE or not TITLE_ROWS + TITLE_HISTORY_ROWS,
-        "PROMPT_TEMPLATE contains {input}": "{input}" in PROMPT_TEMPLATE,
-    }
-    for rule, is_kept in rules.items():
-        if not is_kept:
-            raise UserError(f"a constant breaks a rule: {rule}")
+    for name, value in constants().items():
+        if type(value) in (int, float):
+            lowest = 1 if name in counts.split() else 0
+            require(value >= lowest, f"{name} = {value!r} is below {lowest}, or no number")
+    for name in ("TEMPERATURE", "CLIP_RANGE", "MAX_GRAD_NORM", "SFT_LEARNING_RATE"):
+        require(globals()[name] > 0, f"{name} is above 0")
+    for name in ("VALUE_DECAY", "SFT_WARMUP", "TITLE_ROWS", "TITLE_HISTORY_ROWS"):
+        require(globals()[name] <= 1, f"{name} is at most 1")
+    require(DTYPE in ("float32", "bfloat16"), "DTYPE is float32 or bfloat16")
+    require(SCALE_REWARDS in ("group", "batch", "none"), "SCALE_REWARDS is group, batch or none")
+    require(KL_ESTIMATOR in ("k2", "k3"), "KL_ESTIMATOR is k2 or k3")
+    require(2 <= GROUP_SIZE <= EVAL_BEAMS, "GROUP_SIZE is 2 or more, and at most EVAL_BEAMS")
+    require(EVAL_BEAMS >= 20, "EVAL_BEAMS is 20 or more")
+    require(VALUE_WEIGHT or RULE_WEIGHT or REWARD_FUNCTIONS, "a reward has a weight")
+    require(VALUES_FILE or VALUE_WEIGHT == 0, "VALUE_WEIGHT needs a VALUES_FILE")
+    needs_titles = TITLE_ROWS + TITLE_HISTORY_ROWS > 0
+    require(ITEM_FILE or not needs_titles, "TITLE_ROWS, TITLE_HISTORY_ROWS need an ITEM_FILE")
+    require("{input}" in PROMPT_TEMPLATE, "PROMPT_TEMPLATE contains {input}")
 
 
 def train_main():
-    """Exit codes: 0; 2: the user can correct it; 130, 143: a signal; 1, with a traceback: other errors."""
+    """Exit codes: 0; 2: the user can correct it; 130, 143: a signal; 1, with a traceback: all else."""
     trainer = None
     try:
         apply_overrides(sys.argv[1:])
