@@ -1155,7 +1155,8 @@ def apply_overrides(arguments):
             near = difflib.get_close_matches(key.upper(), constants(), 1, 0.0)[0]
             raise UserError(f"{argument!r} is not KEY=VALUE with a constant, such as {near}")
         wanted = __annotations__.get(key, type(globals()[key]))  # a type such as int, or int | None
-        value = os.path.expanduser(text).replace(r"\n", "\n")
+        value = os.path.expanduser(text)
+        value = re.sub(r"(?<!\\)\\n", "\n", value).replace(r"\\n", r"\n")  # \n is a line break, \\n is \n
         value = value.replace("{file}", Path(sys.argv[0]).stem)
         if not isinstance(value, wanted) or text == "None":
             with suppress(ValueError, SyntaxError):

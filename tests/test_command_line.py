@@ -56,8 +56,8 @@ LINES = {
         *("PROMPT_TEMPLATE", "{input} End with #### and a number"),
     ),
     r"PROMPT_TEMPLATE={input}\nAnswer:\n": ("PROMPT_TEMPLATE", "{input}\nAnswer:\n"),
-    r"PROMPT_TEMPLATE={input} where $x \neq 0$, \nu, \not= \nabla f": (
-        *("PROMPT_TEMPLATE", r"{input} where $x \neq 0$, \nu, \not= \nabla f"),
+    r"PROMPT_TEMPLATE={input} where $x \\neq 0$ in \boxed{}": (
+        *("PROMPT_TEMPLATE", r"{input} where $x \neq 0$ in \boxed{}"),
     ),
     r"PROMPT_TEMPLATE={input}\nnote \\n": ("PROMPT_TEMPLATE", "{input}\nnote \\n"),
 }

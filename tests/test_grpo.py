@@ -199,7 +199,7 @@ def test_dynamic_sampling_replaces_whole_flat_groups(make):
     batch.scores[:4], batch.scores[4:8], batch.scores[8:] = T([0.0, 1, 0, 0]), 1.0, T([1.0, 0, 0, 0])
     rows = list(batch.rows)
     trainer.replace_zero_variance_groups(batch)
-    assert trainer.flat_fraction == pytest.approx(1 / 3)
+    assert trainer.zero_variance_fraction == pytest.approx(1 / 3)
     assert batch.rows[:4] == rows[:4] and batch.rows[8:] == rows[8:]
     assert len({row["id"] for row in batch.rows[4:8]}) == 1 and batch.rows[4] is not rows[4]
     assert torch.equal(batch.ids[:4], before["ids"][:4])
