@@ -498,7 +498,7 @@ def clip_and_step(optimizers, sums, run):
     this process's metrics, 0-d tensors. Returns the metrics with the norms of the gradients."""
     metrics = {}
     for name, optimizer in optimizers.items():
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = list(chain(*column(optimizer.param_groups, "params")))
         for parameter in parameters:
             if parameter.grad is None:  # this process had no micro-batch
                 parameter.grad = torch.zeros_like(parameter)
@@ -507,7 +507,7 @@ def clip_and_step(optimizers, sums, run):
         norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
         metrics[f"{name}_grad_norm"] = norm.item()
     metrics |= add_over_processes({name: x.item() for name, x in sums.items()})
-    is_finite = all(math.isfinite(x) for x in metrics.values())
+    is_finite = all(map(math.isfinite, metrics.values()))
     for optimizer in optimizers.values():
         if is_finite:
             optimizer.step()
@@ -553,8 +553,8 @@ def cut_by_length(rows):
 
 def pad_left(sequences, device):
     """Returns lists of ids as one tensor, (sequences, length of the longest), and its mask."""
-    ids = [torch.tensor(sequence) for sequence in sequences]
-    mask = [torch.ones_like(sequence) for sequence in ids]
+    ids = list(map(torch.tensor, sequences))
+    mask = list(map(torch.ones_like, ids))
     options = {"batch_first": True, "padding_side": "left"}
     return pad_sequence(ids, **options).to(device), pad_sequence(mask, **options).to(device)
 
@@ -694,8 +694,7 @@ def as_answer(value):
 
 
 def read_pair(record, spec):
-    """Returns the prompt (a text or a chat) and the chosen and the rejected answer (texts or messages)
-    of a record."""
+    """Returns a record's prompt (a text or a chat), chosen and rejected answer (texts or messages)."""
     prompt = record[spec["prompt"]] if "prompt" in spec else None
     chosen, rejected = as_answer(record[spec["chosen"]]), as_answer(record[spec["rejected"]])
     if isinstance(chosen, str) != isinstance(rejected, str):
@@ -783,22 +782,11 @@ def read_chat(tokenizer, prompt, answer, tools=None):
     return before, turns
 
 
-def render(tokenizer, messages, tools=None, is_open=False):
-    """Returns the text of a chat in the chat template, if there is one. is_open: an answer follows."""
+def render(tokenizer, messages, tools=None):
+    """Returns the text of a chat in the chat template, if there is one."""
     if tokenizer.chat_template:
-        options = {"tools": tools, "add_generation_prompt": is_open, "tokenize": False}
-        return tokenizer.apply_chat_template(messages, **options)
-    text = "".join(column(messages, "content"))
-    return text if is_open else text + tokenizer.eos_token
-
-
-def tokenize(tokenizer, text, is_open=False):
-    """Returns the ids of a text. is_open: an answer follows."""
-    text.encode()  # fails for half an emoji
-    ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
-    if is_open and not tokenizer.chat_template and ids[-1:] == [tokenizer.eos_token_id]:
-        return ids[:-1]  # some tokenizers append EOS to every text
-    return ids
+        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    return "".join(column(messages, "content")) + tokenizer.eos_token
 
 
 def check_shown(tokenizer, messages, tools, text):
@@ -826,7 +814,8 @@ def encode(tokenizer, prompt, answer, tools=None):
         messages.append(turn)
     text = render(tokenizer, messages, tools)
     check_shown(tokenizer, messages, tools, text)
-    return tokenize(tokenizer, text)
+    text.encode()  # fails for half an emoji
+    return tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
 
 
 def encode_scored(model, tokenizer, prompt, answer, tools=None):
@@ -1035,8 +1024,8 @@ class Run:
 def list_checkpoints(folder):
     """Returns the folders step_N of a run, oldest first, without an unfinished step_N.tmp."""
     folders = [path.parent for path in Path(folder).glob("step_*/training_state.pt")]
-    whole = [path for path in folders if path.name.removeprefix("step_").isdecimal()]
-    return sorted(whole, key=lambda path: int(path.name.removeprefix("step_")))
+    finished = [path for path in folders if path.name.removeprefix("step_").isdecimal()]
+    return sorted(finished, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def choose_checkpoint(folder, resume):
@@ -1173,7 +1162,8 @@ def apply_overrides(arguments):
 
 def check_constants():
     """Refuses values that would fail silently or late."""
-    at_least_1 = ["NUM_EPOCHS", "MAX_STEPS", "KEEP_LAST_N_CHECKPOINTS"]
+    at_least_1 = ["BATCH_SIZE", "GRADIENT_ACCUMULATION_STEPS", "MAX_TOKENS", "MAX_EVAL_PAIRS"]
+    at_least_1 += ["NUM_EPOCHS", "MAX_STEPS", "KEEP_LAST_N_CHECKPOINTS"]
     for name, value in constants().items():
         lowest = 1 if name in at_least_1 else 0
         if type(value) in (int, float) and not value >= lowest:  # "not": NaN is refused, too

@@ -188,8 +188,7 @@ class SFTTrainer:
 
     def make_row(self, record, spec, row_id):
         """Returns a row from a record of the data: id, prompt, answer (the last turn's text), ids of
-        both, mask (1: trained), prompt_ids (what stands before the last turn), and why it is left
-        out."""
+        both, mask (1: trained), prompt_ids (before the last turn), and why it is left out."""
         if "messages" in spec:
             chat = record[spec["messages"]]
             if not isinstance(chat, list):
@@ -262,7 +261,7 @@ class SFTTrainer:
         up its micro-batches, then the processes add up their gradients. Returns the step's metrics."""
         scale = learning_rate_scale(self.state.step - 1, self.total_steps)
         set_learning_rate(self.optimizers["policy"], scale)
-        num_tokens = sum(sum(row["mask"]) for row in rows)
+        num_tokens = sum(map(sum, column(rows, "mask")))
         sums = Counter()
         # Every process cuts the same list of micro-batches and takes each world_size-th of them
         for micro in progress(cut_by_length(rows)[rank::world_size], "micro-batches"):
@@ -283,7 +282,7 @@ class SFTTrainer:
         rows = self.eval_rows
         if not rows:
             return {}
-        num_tokens = sum(sum(row["mask"]) for row in rows)
+        num_tokens = sum(map(sum, column(rows, "mask")))
         sums = Counter()
         for micro in progress(cut_by_length(rows)[rank::world_size], "micro-batches"):
             logprobs, is_likeliest = answer_logprobs(self.actor, micro)
@@ -338,8 +337,8 @@ class SFTTrainer:
         self.run.write("metrics.jsonl", phase="train", step=step, **metrics)
         for row in rows[:LOG_SAMPLES]:
             trained = [token for token, is_trained in zip(row["ids"], row["mask"]) if is_trained]
-            whole, trained = self.tokenizer.decode(row["ids"]), self.tokenizer.decode(trained)
-            self.run.write("samples.jsonl", step=step, id=row["id"], read=whole, trained=trained)
+            texts = {"read": self.tokenizer.decode(row["ids"]), "trained": self.tokenizer.decode(trained)}
+            self.run.write("samples.jsonl", step=step, id=row["id"], **texts)
         time_left = timedelta(seconds=round(seconds * (self.total_steps - step)))
         self.run.log(
             f"Epoch {epoch}/{NUM_EPOCHS}: L:{metrics['loss']:.4f} TA:{metrics['token_accuracy']:.3f} "
@@ -501,7 +500,7 @@ def clip_and_step(optimizers, sums, run):
     this process's metrics, 0-d tensors. Returns the metrics with the norms of the gradients."""
     metrics = {}
     for name, optimizer in optimizers.items():
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = list(chain(*column(optimizer.param_groups, "params")))
         for parameter in parameters:
             if parameter.grad is None:  # this process had no micro-batch
                 parameter.grad = torch.zeros_like(parameter)
@@ -510,7 +509,7 @@ def clip_and_step(optimizers, sums, run):
         norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
         metrics[f"{name}_grad_norm"] = norm.item()
     metrics |= add_over_processes({name: x.item() for name, x in sums.items()})
-    is_finite = all(math.isfinite(x) for x in metrics.values())
+    is_finite = all(map(math.isfinite, metrics.values()))
     for optimizer in optimizers.values():
         if is_finite:
             optimizer.step()
@@ -575,8 +574,7 @@ def answer_logprobs(model, rows):
 def logprobs_of_hidden(model, output_class, hidden, tokens):
     """Returns the log-probability of each token (tokens,) and whether it is the likeliest, from the
     hidden states before them (tokens, width). Some models scale or cap their logits, so the model's own
-    forward() computes them: for this call its decoder returns the hidden states at hand, and only the
-    head runs."""
+    forward() computes them: for this call its decoder returns these states, and only the head runs."""
     decoder = model.get_decoder()
     decoder.forward = lambda *_, **__: output_class(last_hidden_state=hidden.unsqueeze(0))
     try:
@@ -596,8 +594,8 @@ def cut_by_length(rows):
 
 def pad_left(sequences, device):
     """Returns lists of ids as one tensor, (sequences, length of the longest), and its mask."""
-    ids = [torch.tensor(sequence) for sequence in sequences]
-    mask = [torch.ones_like(sequence) for sequence in ids]
+    ids = list(map(torch.tensor, sequences))
+    mask = list(map(torch.ones_like, ids))
     options = {"batch_first": True, "padding_side": "left"}
     return pad_sequence(ids, **options).to(device), pad_sequence(mask, **options).to(device)
 
@@ -1046,8 +1044,8 @@ class Run:
 def list_checkpoints(folder):
     """Returns the folders step_N of a run, oldest first, without an unfinished step_N.tmp."""
     folders = [path.parent for path in Path(folder).glob("step_*/training_state.pt")]
-    whole = [path for path in folders if path.name.removeprefix("step_").isdecimal()]
-    return sorted(whole, key=lambda path: int(path.name.removeprefix("step_")))
+    finished = [path for path in folders if path.name.removeprefix("step_").isdecimal()]
+    return sorted(finished, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def choose_checkpoint(folder, resume):
@@ -1183,7 +1181,9 @@ def apply_overrides(arguments):
 
 def check_constants():
     """Refuses values that would fail silently or late."""
-    at_least_1 = ["NUM_EPOCHS", "MAX_STEPS", "KEEP_LAST_N_CHECKPOINTS"]
+    at_least_1 = ["BATCH_SIZE", "GRADIENT_ACCUMULATION_STEPS", "EVAL_BATCH_SIZE", "LOGITS_AT_ONCE"]
+    at_least_1 += ["MAX_TOKENS", "MAX_NEW_TOKENS", "MAX_EVAL_ROWS"]
+    at_least_1 += ["NUM_EPOCHS", "MAX_STEPS", "KEEP_LAST_N_CHECKPOINTS"]
     for name, value in constants().items():
         lowest = 1 if name in at_least_1 else 0
         if type(value) in (int, float) and not value >= lowest:  # "not": NaN is refused, too

@@ -264,8 +264,7 @@ class DPOTrainer:
 
     @torch.no_grad()
     def add_reference(self, rows):
-        """Adds to each row `reference`, log pi_ref of its two answers. Once is enough: it never
-        changes."""
+        """Adds to each row `reference`, log pi_ref of its two answers, which never changes."""
         reference, adapter_off = self.actor, nullcontext()
         if REFERENCE_MODEL or (self.run.checkpoint and not LORA_RANK):  # the actor has moved
             path = REFERENCE_MODEL or ACTOR_MODEL
@@ -574,7 +573,7 @@ def clip_and_step(optimizers, sums, run):
     this process's metrics, 0-d tensors. Returns the metrics with the norms of the gradients."""
     metrics = {}
     for name, optimizer in optimizers.items():
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = list(chain(*column(optimizer.param_groups, "params")))
         for parameter in parameters:
             if parameter.grad is None:  # this process had no micro-batch
                 parameter.grad = torch.zeros_like(parameter)
@@ -583,7 +582,7 @@ def clip_and_step(optimizers, sums, run):
         norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
         metrics[f"{name}_grad_norm"] = norm.item()
     metrics |= add_over_processes({name: x.item() for name, x in sums.items()})
-    is_finite = all(math.isfinite(x) for x in metrics.values())
+    is_finite = all(map(math.isfinite, metrics.values()))
     for optimizer in optimizers.values():
         if is_finite:
             optimizer.step()
@@ -648,8 +647,7 @@ def answer_logprobs(model, rows):
 def logprobs_of_hidden(model, output_class, hidden, tokens):
     """Returns the log-probability of each token (tokens,) and whether it is the likeliest, from the
     hidden states before them (tokens, width). Some models scale or cap their logits, so the model's own
-    forward() computes them: for this call its decoder returns the hidden states at hand, and only the
-    head runs."""
+    forward() computes them: for this call its decoder returns these states, and only the head runs."""
     decoder = model.get_decoder()
     decoder.forward = lambda *_, **__: output_class(last_hidden_state=hidden.unsqueeze(0))
     try:
@@ -680,8 +678,8 @@ def cut_by_length(rows):
 
 def pad_left(sequences, device):
     """Returns lists of ids as one tensor, (sequences, length of the longest), and its mask."""
-    ids = [torch.tensor(sequence) for sequence in sequences]
-    mask = [torch.ones_like(sequence) for sequence in ids]
+    ids = list(map(torch.tensor, sequences))
+    mask = list(map(torch.ones_like, ids))
     options = {"batch_first": True, "padding_side": "left"}
     return pad_sequence(ids, **options).to(device), pad_sequence(mask, **options).to(device)
 
@@ -821,8 +819,7 @@ def as_answer(value):
 
 
 def read_pair(record, spec):
-    """Returns the prompt (a text or a chat) and the chosen and the rejected answer (texts or messages)
-    of a record."""
+    """Returns a record's prompt (a text or a chat), chosen and rejected answer (texts or messages)."""
     prompt = record[spec["prompt"]] if "prompt" in spec else None
     chosen, rejected = as_answer(record[spec["chosen"]]), as_answer(record[spec["rejected"]])
     if isinstance(chosen, str) != isinstance(rejected, str):
@@ -1181,8 +1178,8 @@ class Run:
 def list_checkpoints(folder):
     """Returns the folders step_N of a run, oldest first, without an unfinished step_N.tmp."""
     folders = [path.parent for path in Path(folder).glob("step_*/training_state.pt")]
-    whole = [path for path in folders if path.name.removeprefix("step_").isdecimal()]
-    return sorted(whole, key=lambda path: int(path.name.removeprefix("step_")))
+    finished = [path for path in folders if path.name.removeprefix("step_").isdecimal()]
+    return sorted(finished, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def choose_checkpoint(folder, resume):
@@ -1318,7 +1315,9 @@ def apply_overrides(arguments):
 
 def check_constants():
     """Refuses values that would fail silently or late."""
-    at_least_1 = ["NUM_EPOCHS", "MAX_STEPS", "KEEP_LAST_N_CHECKPOINTS"]
+    at_least_1 = ["BATCH_SIZE", "GRADIENT_ACCUMULATION_STEPS", "EVAL_BATCH_SIZE", "LOGITS_AT_ONCE"]
+    at_least_1 += ["MAX_TOKENS", "MAX_NEW_TOKENS", "MAX_EVAL_PAIRS"]
+    at_least_1 += ["NUM_EPOCHS", "MAX_STEPS", "KEEP_LAST_N_CHECKPOINTS"]
     for name, value in constants().items():
         lowest = 1 if name in at_least_1 else 0
         if type(value) in (int, float) and not value >= lowest:  # "not": NaN is refused, too
