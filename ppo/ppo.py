@@ -1168,9 +1168,8 @@ def check_keys(spec):
     if spec.get("type") == "hub":
         allowed |= {"name", "split"}
     if not {"path", "type", "input"} <= spec.keys() <= allowed:
-        raise ValueError(
-            f"a data set has path, type, input, output, on the hub name, split; not {list(spec)}"
-        )
+        keys = "path, type, input, output, and on the hub name, split"
+        raise ValueError(f"the keys are {keys}, not {list(spec)}")
 
 
 def prompt_and_answer(spec, record):
@@ -1496,7 +1495,7 @@ class Run:
             return
         stale = list_checkpoints(self.folder)
         if is_own:
-            stale = [path for path in stale if int(path.name[5:]) > state.step]
+            stale = [path for path in stale if int(path.name.removeprefix("step_")) > state.step]
         else:
             for pattern in "logs/*.jsonl logs/training_*.log *_metrics_*.png training_config.json".split():
                 stale += self.folder.glob(pattern)

@@ -1,28 +1,28 @@
-"""A reward model from preferences in one file: what ppo.py is rewarded by is trained on pairs of answers.
+"""A reward model from preferences in one file: the model that rewards ppo.py learns from pairs of answers.
 
 Of two answers to a prompt the better one, y_c, gets the higher score (arXiv 2203.02155, equation 1):
 
     d = r(x, y_c) - r(x, y_r)
     L = mean over pairs of -log sigmoid(d - margin) + CENTER_COEF (r(x, y_c) + r(x, y_r))^2
 
-margin is 0, or a number of the pair: by how much its chosen answer is better (Llama 2, 2307.09288, section
-3.2.2). CENTER_COEF draws the scores towards 0 (2312.09244), because d does not fix their mean. A decoder is
-read at the last token of the chat, an encoder reads prompt and answer as two texts, as in ppo.py.
-Dropout is off. Pairs longer than MAX_TOKENS are left out, and so are pairs of equal answers.
+margin is 0, or a number of the pair: by how much its chosen answer is better (Llama 2, 2307.09288,
+section 3.2.2). CENTER_COEF draws the scores towards 0 (2312.09244), because d does not fix their mean.
+As in ppo.py, a decoder scores a chat at its last token, and an encoder takes prompt and answer as two
+texts. Dropout is off. Pairs longer than MAX_TOKENS and pairs of equal answers are left out.
 
 Shapes: rows = pairs, or answers of several pairs.
 
-    python ppo/reward_model.py                          # edit the constants below, or give KEY=VALUE or @FILE
+    python ppo/reward_model.py                       # edit the constants below, or give KEY=VALUE, @FILE
     python ppo/reward_model.py BASE_MODEL=checkpoints/sft/best/policy LEARNING_RATE=1e-5
-    torchrun --nproc_per_node=4 ppo/reward_model.py     # the same update up to rounding
-    python ppo/ppo.py REWARD_MODEL=checkpoints/reward_model/best/reward_model OUTPUT_DIR=checkpoints/rm_ppo
+    torchrun --nproc_per_node=4 ppo/reward_model.py  # the same update up to rounding
+    python ppo/ppo.py REWARD_MODEL=checkpoints/reward_model/best/reward_model OUTPUT_DIR=checkpoints/rm
 
-Writes logs/, checkpoints step_N/, best/reward_model/ and two pictures into OUTPUT_DIR. A run that was stopped
-or killed continues from its last checkpoint, and ends with the same bytes.
+Writes logs/, checkpoints step_N/, best/reward_model/ and two pictures into OUTPUT_DIR. A run that was
+stopped or killed continues from its last checkpoint, and ends with the same bytes.
 
 To change           see                                To change      see
 the loss            preference_loss, update            a metric       pair_stats, update, evaluate
-what is read        encode_scored, answer_scores       a plot         PANELS, draw_grid
+what is scored      encode_scored, answer_scores       a plot         PANELS, draw_grid
 the data            TRAIN_DATASETS, make_row
 """
 
@@ -47,8 +47,9 @@ from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
-    print(__doc__ + Path(__file__).read_text().split("= constants\n")[1].split("\n# =====")[0])
+if __name__ == "__main__" and ("-h" in sys.argv or "--help" in sys.argv):
+    below_heading = Path(__file__).read_text().split("= constants\n")[1]
+    print(__doc__ + below_heading.split("\n# =====")[0])
     sys.exit()
 
 import filelock
@@ -64,10 +65,10 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-rank, world_size, gpu = 0, 1, 0  # of this process under torchrun; rank 0 alone asks, writes and prints
+rank, world_size, gpu = 0, 1, 0  # this process under torchrun; rank 0 alone asks, writes and prints
 if dist.is_torchelastic_launched():
     rank, world_size, gpu = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-ROOT = next((folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir()), None)
+ROOT = next((path for path in Path(__file__).resolve().parents if (path / "rewards").is_dir()), None)
 if ROOT is None:
     sys.exit(f"{__file__}: copy the folder rewards/ of the repository beside this file, or above it")
 sys.path.insert(0, str(ROOT))
@@ -78,7 +79,7 @@ from rewards import UserError
 
 # Model: a folder or a hub name. A language model or an encoder gets a new head for one label. An encoder
 # reads texts as they are, without PROMPT_TEMPLATE and SYSTEM_PROMPT
-BASE_MODEL = f"{ROOT}/data/tiny/policy"  # where the reward model starts: best from the policy it will score
+BASE_MODEL = f"{ROOT}/data/tiny/policy"  # where the reward model starts, best the policy it will score
 LORA_RANK = 0  # 0: all weights are trained; > 0: the head, and LoRA adapters of this rank (2106.09685)
 LORA_ALPHA = 32.0  # an adapter's output is scaled by LORA_ALPHA / LORA_RANK
 DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state stay float32)
@@ -86,10 +87,10 @@ DEVICE = "auto"  # auto | cpu | cuda | cuda:1
 ATTENTION: str | None = None  # sdpa | eager | flash_attention_2 (if installed); None: what the model has
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, slower
 
-# Data sets: {"path", "type": "jsonl" | "csv" | "parquet" | "hub", "prompt", "chosen", "rejected"}; on the hub
-# also "name" and "split". They name columns: a text or a list of chat messages, and two answers to it, texts
-# or messages. Without "prompt" chosen and rejected are whole chats, messages or texts of HH-RLHF. "margin"
-# names a column of numbers; "tools" one of tools, lists or their JSON, for the chat template
+# Data sets: {"path", "type": "jsonl" | "csv" | "parquet" | "hub"}, on the hub also "name" and "split".
+# The other keys name columns. "prompt": texts or lists of chat messages; "chosen" and "rejected": two
+# answers, texts or messages. Without "prompt" these are whole chats, messages or texts of HH-RLHF.
+# "margin": numbers. "tools": lists, or their JSON, for the chat template
 TRAIN_DATASETS = [
     {
         "path": f"{ROOT}/data/tiny/pairs.jsonl",
@@ -102,7 +103,7 @@ TRAIN_DATASETS = [
 EVAL_DATASETS = [{**TRAIN_DATASETS[0], "path": f"{ROOT}/data/tiny/pairs_test.jsonl"}]
 PROMPT_TEMPLATE = "{input}"  # the question; the tokenizer's chat template, if it has one, wraps it
 SYSTEM_PROMPT: str | None = None  # put before chats that have none; needs a chat template
-MAX_EVAL_PAIRS: int | None = 400  # the first ones of each data set; None: all
+MAX_EVAL_PAIRS: int | None = 400  # per data set, the first ones; None: all
 MAX_TOKENS = 512  # of a prompt with an answer; longer pairs are left out, and counted
 
 # Optimisation
@@ -118,24 +119,24 @@ WARMUP_STEPS = 5  # linear warm-up, with or without a scheduler
 
 # Schedule and files
 NUM_EPOCHS = 2  # passes over the pairs; more than one or two overfit large models
-MAX_STEPS: int | None = None  # the run ends here or after NUM_EPOCHS, whichever is first; None: NUM_EPOCHS
+MAX_STEPS: int | None = None  # the run ends at this step if NUM_EPOCHS have more; None: it does not
 SAVE_EVERY_N_STEPS = 25  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 19  # 0: only before the first and after the last step
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a lower loss before the run ends; 0: all steps are run
 EARLY_STOPPING_THRESHOLD = 0.0  # a smaller gain does not count for EARLY_STOPPING_PATIENCE
 LOG_SAMPLES = 2  # pairs per step written to samples.jsonl
-RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or a run
+RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint, a run
 OUTPUT_DIR = f"{ROOT}/checkpoints/{Path(__file__).stem}"
 SEED = 1
-DETERMINISTIC = True  # kernels that add in a fixed order: the same run gives the same bytes; slower on a GPU
+DETERMINISTIC = True  # the same run gives the same bytes: kernels add in a fixed order, slower on a GPU
 USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, WANDB_MODE
 
 # ================================================================ the maths of preferences
 
 
 def preference_loss(chosen, rejected, margins):
-    """Returns the loss of each pair, (rows,), from the scores of its answers and its margin, all (rows,)."""
+    """Returns the loss of each pair from the scores of its answers and its margin, all (rows,)."""
     return -logsigmoid(chosen - rejected - margins) + CENTER_COEF * (chosen + rejected) ** 2
 
 
@@ -154,8 +155,8 @@ def pair_stats(chosen, rejected):
 
 
 class RewardModelTrainer:
-    """self.run has the files. self.state is what a checkpoint holds beside models and optimizers: you may add
-    numbers, texts, lists and tensors (of Python and torch: numpy's cannot be loaded again)."""
+    """self.run has the run's files. Checkpoints hold self.state beside models and optimizers: you may
+    add numbers, texts, lists and tensors to it, of Python and torch (numpy's cannot be loaded)."""
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
@@ -163,7 +164,7 @@ class RewardModelTrainer:
         self.run = Run(resume_from_checkpoint or RESUME)
         self.state = SimpleNamespace(
             step=0,  # the current one, from 1; between steps, how many are done
-            evaluation={},  # the last one's metrics
+            evaluation={},  # metrics of the last evaluation
             best_score=-math.inf,  # minus the lowest loss, whose model is in best/
             evaluations_without_gain=0,
             log_sizes={},  # bytes of each log when the checkpoint was saved
@@ -174,48 +175,52 @@ class RewardModelTrainer:
             self.load_models(self.run.checkpoint)
             if self.run.checkpoint:
                 self.load_state(self.run.checkpoint)
+        except (TypeError, AttributeError, NameError):
+            raise  # a mistake in the program
         except Exception as error:  # the libraries raise many types
-            if isinstance(error, (TypeError, AttributeError, NameError)):
-                raise  # a mistake in the program
-            names = f"BASE_MODEL={BASE_MODEL} or RESUME={self.run.checkpoint or RESUME} cannot be loaded"
-            raise UserError(f"{names} ({type(error).__name__}: {first_line(error)})") from error
+            names = f"BASE_MODEL={BASE_MODEL} or RESUME={self.run.checkpoint or RESUME}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise UserError(f"{names} cannot be loaded ({reason})") from error
         self.train_rows = load_rows(TRAIN_DATASETS, self.make_row)
         self.eval_rows = []
         for spec in EVAL_DATASETS:
             self.eval_rows += load_rows([spec], self.make_row)[:MAX_EVAL_PAIRS]
         self.run.facts["data"] = digest(self.train_rows)
-        inputs = column(self.train_rows + self.eval_rows, "chosen_inputs")
-        inputs += column(self.train_rows + self.eval_rows, "rejected_inputs")
+        rows = self.train_rows + self.eval_rows
+        inputs = column(rows, "chosen_inputs") + column(rows, "rejected_inputs")
         all_ids = column(inputs, "input_ids")
-        check_limits(self.model, chain(*all_ids), max(map(len, all_ids)))
-        self.steps_per_epoch = math.ceil(len(self.train_rows) / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
+        check_limits(self.model, max(chain(*all_ids)), max(map(len, all_ids)))
+        rows_per_step = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS
+        self.steps_per_epoch = math.ceil(len(self.train_rows) / rows_per_step)
         steps = NUM_EPOCHS * self.steps_per_epoch
         self.total_steps = steps if MAX_STEPS is None else min(steps, MAX_STEPS)
 
     def load_models(self, checkpoint):
         """The reward model comes from the checkpoint if there is one."""
         classifier = transformers.AutoModelForSequenceClassification
+        saved = checkpoint / "reward_model" if checkpoint else None
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(BASE_MODEL)
-        saved = checkpoint and checkpoint / "reward_model"
         self.model = load_trained(classifier, BASE_MODEL, saved, self.tokenizer).to(self.device)
         self.models = {"reward_model": self.model}  # what a checkpoint holds
         self.optimizers = {"reward_model": make_optimizer(self.model, LEARNING_RATE)}
 
     def make_row(self, record, spec, row_id):
-        """Returns a row from a record of the data: id, prompt, chosen, rejected, margin, what the model reads
-        of both answers (see encode_scored), and why it is left out."""
+        """Returns a row from a record of the data: id, prompt, chosen, rejected, margin, the model's
+        inputs for both answers (see encode_scored), and why it is left out."""
         prompt, chosen, rejected = read_pair(record, spec)
         row = {"id": row_id, "prompt": prompt, "chosen": chosen, "rejected": rejected, "left_out": None}
+        tools = read_tools(record, spec)
         for name in ("chosen", "rejected"):
-            tools = read_tools(record, spec)
             row[f"{name}_inputs"] = encode_scored(self.model, self.tokenizer, prompt, row[name], tools)
-        row["ids"] = max(row["chosen_inputs"]["input_ids"], row["rejected_inputs"]["input_ids"], key=len)
+        inputs = [row["chosen_inputs"], row["rejected_inputs"]]
+        row["ids"] = max(column(inputs, "input_ids"), key=len)  # the longer ones: pairs are sorted by them
         row["margin"] = read_margin(record[spec["margin"]]) if "margin" in spec else 0.0
-        if not all(any(map(is_trained_turn, as_turns(answer))) for answer in (chosen, rejected)):
+        is_answered = [any(map(is_trained_turn, as_turns(answer))) for answer in (chosen, rejected)]
+        if not all(is_answered):
             row["left_out"] = "without an answer"
         elif len(row["ids"]) > MAX_TOKENS:
             row["left_out"] = "longer than MAX_TOKENS"
-        elif row["chosen_inputs"] == row["rejected_inputs"]:
+        elif inputs[0] == inputs[1]:
             row["left_out"] = "whose answers are equal"
         return row
 
@@ -247,10 +252,8 @@ class RewardModelTrainer:
         return state.evaluation
 
     def seed_step(self):
-        """Makes all random numbers of a step a function of its number: a checkpoint need not keep any."""
-        seed = (1_000_003 * SEED + self.state.step) % 2**32
-        transformers.set_seed(seed)
-        self.generator = torch.Generator().manual_seed(seed)
+        """Makes all random numbers of a step a function of its number: no checkpoint has to keep any."""
+        transformers.set_seed((1_000_003 * SEED + self.state.step) % 2**32)
 
     def is_over(self):
         self.run.signal = max(all_gather(self.run.signal))  # any process may have got it
@@ -259,24 +262,27 @@ class RewardModelTrainer:
 
     def next_rows(self):
         """Returns the step's rows, fewer at the end of an epoch. Each epoch has its own order."""
-        epoch, place = divmod(self.state.step - 1, self.steps_per_epoch)
+        epoch, step_in_epoch = divmod(self.state.step - 1, self.steps_per_epoch)
         generator = torch.Generator().manual_seed(SEED + epoch + 1)
         order = torch.randperm(len(self.train_rows), generator=generator)
-        return [self.train_rows[i] for i in order.split(BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)[place]]
+        rows_per_step = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS
+        return [self.train_rows[i] for i in order.split(rows_per_step)[step_in_epoch]]
 
     def pair_losses(self, rows):
         """Returns the loss of each pair, (rows,), and what is logged of it."""
         answers = column(rows, "chosen_inputs") + column(rows, "rejected_inputs")
         chosen, rejected = answer_scores(self.model, self.tokenizer, answers).chunk(2)
-        losses = preference_loss(chosen, rejected, torch.tensor(column(rows, "margin"), device=self.device))
+        margins = torch.tensor(column(rows, "margin"), device=self.device)
+        losses = preference_loss(chosen, rejected, margins)
         return losses, {"loss": losses.detach(), **pair_stats(chosen.detach(), rejected.detach())}
 
     def update(self, rows):
-        """One optimizer step. The loss is the mean over the pairs: a process adds up its micro-batches, then
-        the processes add up their gradients. Returns the step's metrics."""
+        """One optimizer step. The loss is the mean over the pairs: a process adds up its micro-batches,
+        then the processes add up their gradients. Returns the step's metrics."""
         scale = learning_rate_scale(self.state.step - 1, self.total_steps)
         set_learning_rate(self.optimizers["reward_model"], scale)
         sums = Counter()
+        # Every process cuts the same list of micro-batches and takes each world_size-th of them
         for micro in progress(cut_by_length(rows)[rank::world_size], "micro-batches"):
             losses, stats = self.pair_losses(micro)
             (losses.sum() / len(rows)).backward()
@@ -296,29 +302,33 @@ class RewardModelTrainer:
         sums = Counter()
         for micro in progress(cut_by_length(rows)[rank::world_size], "micro-batches"):
             _, stats = self.pair_losses(micro)
-            sums.update({name: x.sum().item() for name, x in stats.items()})
-        parts = all_gather(sums)
-        return {name: sum(column(parts, name)) / len(rows) for name in parts[0]}
+            for name, x in stats.items():
+                sums[name] += x.sum().item()
+        return {name: x / len(rows) for name, x in add_over_processes(sums).items()}
 
     @torch.no_grad()
     def reward_model_score(self, prompts, responses):
         """Returns the score of each response, (rows,)."""
-        pairs = zip(prompts, responses)
-        inputs = [encode_scored(self.model, self.tokenizer, *pair) for pair in pairs]
+        inputs = []
+        for prompt, response in zip(prompts, responses):
+            inputs.append(encode_scored(self.model, self.tokenizer, prompt, as_answer(response)))
         return answer_scores(self.model, self.tokenizer, inputs)
 
     def record(self, rows, metrics, seconds):
         """Logs the step's metrics, some of its pairs, and its line on the terminal."""
         step = self.state.step
-        metrics = {"epoch": (step - 1) // self.steps_per_epoch + 1, **metrics, "seconds/update": seconds}
+        epoch = (step - 1) // self.steps_per_epoch + 1
+        metrics = {"epoch": epoch, **metrics, "seconds/update": seconds}
         self.run.write("metrics.jsonl", phase="train", step=step, **metrics)
         for row in rows[:LOG_SAMPLES]:
             sample = {name: row[name] for name in ("id", "prompt", "chosen", "rejected")}
             self.run.write("samples.jsonl", step=step, **sample)
-        eta = timedelta(seconds=round(seconds * (self.total_steps - step)))
-        line = "Epoch {epoch}/{epochs}: L:{loss:.4f} A:{accuracy:.3f} M:{margin:.3f} LR:{learning_rate:.2e}"
-        line += f"  step {step}/{self.total_steps}, {eta} left"
-        self.run.log(line.format(epochs=NUM_EPOCHS, **metrics))
+        time_left = timedelta(seconds=round(seconds * (self.total_steps - step)))
+        self.run.log(
+            f"Epoch {epoch}/{NUM_EPOCHS}: L:{metrics['loss']:.4f} A:{metrics['accuracy']:.3f} "
+            f"M:{metrics['margin']:.3f} LR:{metrics['learning_rate']:.2e}"
+            f"  step {step}/{self.total_steps}, {time_left} left"
+        )
 
     def log_evaluation(self, metrics):
         """Logs what evaluate() returned. The model with the lowest loss is kept in best/."""
@@ -349,7 +359,7 @@ class RewardModelTrainer:
     def save(self):
         """Writes step_N/ if it is not there yet, removes old checkpoints and draws the plots."""
         folder = self.run.folder / f"step_{self.state.step}"
-        self.run.checkpoint = folder  # a second train() goes on
+        self.run.checkpoint = folder  # if train() is called again, it resumes from here
         if rank > 0 or folder.exists():
             return
         self.run.log(f"Saving {folder}")
@@ -359,21 +369,22 @@ class RewardModelTrainer:
                 model.save_pretrained(tmp / name)
             self.tokenizer.save_pretrained(tmp / "reward_model")
             optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
-            saved = {"state": vars(self.state), "optimizers": optimizers, "trained": self.trained_names()}
-            torch.save(saved, tmp / "training_state.pt")
+            saved = {"state": vars(self.state), "optimizers": optimizers}
+            torch.save({**saved, "trained": self.trained_names()}, tmp / "training_state.pt")
             shutil.copy(self.run.folder / "training_config.json", tmp / "run.json")
         for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
-            shutil.rmtree(old.rename(f"{old}.tmp"))  # what a kill leaves of it is no checkpoint
+            shutil.rmtree(old.rename(f"{old}.tmp"))  # renamed first: a kill must not leave half of step_N
         draw_grid(self.run.folder, "training_metrics_detailed.png")
         draw_grid(self.run.folder, f"{Path(__file__).stem}_metrics_with_entropy.png", PANELS)
 
     def trained_names(self):
-        """Returns what the optimizers' states belong to: their classes and the parameters of each group."""
+        """Returns what the optimizers' states belong to: their classes and groups of parameters."""
         trained = {}
         for key, optimizer in self.optimizers.items():
             names = {parameter: name for name, parameter in self.models[key].named_parameters()}
-            groups = [[names.get(p) for p in group["params"]] for group in optimizer.param_groups]
-            trained[key] = [type(optimizer).__name__, *groups]
+            trained[key] = [type(optimizer).__name__]
+            for group in optimizer.param_groups:
+                trained[key].append([names.get(parameter) for parameter in group["params"]])
         return trained
 
     def load_state(self, folder):
@@ -382,8 +393,8 @@ class RewardModelTrainer:
         if saved.get("trained") != self.trained_names():
             raise UserError("it trained other parameters, in another order, or by another optimizer")
         for name, optimizer in self.optimizers.items():
-            state = saved["optimizers"][name]["state"]  # not its rates: the constants of now decide
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+            moments = saved["optimizers"][name]["state"]  # rates are those of the constants now
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
         for name, value in saved["state"].items():
             tensor = getattr(self.state, name, None)
             if torch.is_tensor(tensor):
@@ -393,31 +404,33 @@ class RewardModelTrainer:
 
 
 def learning_rate_scale(steps_done, total):
-    """Returns the factor of the learning rate after steps_done steps: linear warm-up, then the schedule."""
+    """Returns the learning rate's factor after steps_done steps: linear warm-up, then the schedule."""
     if steps_done < WARMUP_STEPS:
         return (steps_done + 1) / WARMUP_STEPS
+    if not USE_LR_SCHEDULER:
+        return 1.0
     done = (steps_done - WARMUP_STEPS) / max(1, total - WARMUP_STEPS)
-    scales = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
-    return scales[LR_SCHEDULER_TYPE] if USE_LR_SCHEDULER else 1.0
+    if LR_SCHEDULER_TYPE == "linear":
+        return 1 - done
+    return 0.5 * (1 + math.cos(math.pi * done))
 
 
 # ================================================================ models
 
 
 def load_model(auto_class, path, tokenizer):
-    """Returns a frozen model in evaluation mode, in which it stays, with a head for one label. If the head is
-    missing or another one, it starts as the library begins it. Other missing weights are an error."""
+    """Returns a frozen model in evaluation mode with a head for one label. If the head is missing or
+    another one, it is a new one of the library. Other missing weights are an error."""
     options = {"output_loading_info": True, "dtype": torch.float32, "attn_implementation": ATTENTION}
     options |= {"num_labels": 1, "ignore_mismatched_sizes": True}
     model, info = auto_class.from_pretrained(path, **options)
     missing = info["missing_keys"] | {key[0] for key in info["mismatched_keys"]}
-    body = [key for key in missing if key.startswith(model.base_model_prefix + ".")]
-    missing = [key for key in body if "pooler" not in key]  # BERT's is a part of the head
+    body = [key for key in sorted(missing) if key.startswith(model.base_model_prefix + ".")]
+    missing = [key for key in body if "pooler" not in key]  # BERT's pooler is a part of the head
     if missing:
-        raise UserError(f"the model {path} lacks the weights {', '.join(sorted(missing))}")
+        raise UserError(f"the model {path} lacks the weights {', '.join(missing)}")
     if getattr(model, "peft_config", None):  # all weights would be trained, and the adapter alone saved
-        base = next(iter(model.peft_config.values())).base_model_name_or_path
-        raise UserError(f"{path} is an adapter of {base}: merge it, or name the run's best/policy")
+        raise UserError(f"{path} is an adapter: merge it, or name the run's best/policy")
     for parameter in model.parameters():
         # Weights that are mapped from a file may be unaligned, which changes a product's last bit
         parameter.data = parameter.data.clone()
@@ -427,8 +440,8 @@ def load_model(auto_class, path, tokenizer):
 
 
 def set_pad_token(model, tokenizer):
-    """Gives a decoder a pad token that no text ends with: elsewhere a text's score is read at the last token
-    that is not padding."""
+    """Gives a decoder a pad token that no text ends with: elsewhere a text's score is read at the last
+    token that is not padding."""
     last = encode(tokenizer, "question", "answer")[-1]
     if tokenizer.pad_token_id in (None, last):
         tokenizer.add_special_tokens({"pad_token": "<|padding|>"})
@@ -438,7 +451,7 @@ def set_pad_token(model, tokenizer):
 
 
 def load_trained(auto_class, path, saved, tokenizer):
-    """Returns a model to train, from the folder `saved` of a checkpoint or else path, with LoRA's adapter."""
+    """Returns a model to train, from a checkpoint's folder `saved` or else path, with LoRA's adapter."""
     if saved and (saved / "adapter_config.json").exists() != (LORA_RANK > 0):
         raise UserError(f"{saved} was trained with another LORA_RANK")
     if LORA_RANK == 0:
@@ -448,15 +461,15 @@ def load_trained(auto_class, path, saved, tokenizer):
 
         base = load_model(auto_class, path, tokenizer)
         # The head, which may have several layers, is trained whole
-        names = [name for name, _ in base.named_children() if name != base.base_model_prefix]
-        heads = [name for name in names if list(base.get_submodule(name).parameters())]
+        outer = [name for name, _ in base.named_children() if name != base.base_model_prefix]
+        heads = [name for name in outer if list(base.get_submodule(name).parameters())]
         options = {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": "all-linear"}
         options |= {"modules_to_save": heads, "exclude_modules": rf"({'|'.join(heads)})(\..+)?"}
         model = peft.get_peft_model(base, peft.LoraConfig(**options, task_type="SEQ_CLS"))
         if saved:
             peft.set_peft_model_state_dict(model, peft.load_peft_weights(saved, "cpu"))
     if GRADIENT_CHECKPOINTING:
-        # Without transformers' gradient_checkpointing_enable(), which needs training mode and its dropout
+        # Not by gradient_checkpointing_enable(), which needs training mode with its dropout
         options = {"use_reentrant": False, "preserve_rng_state": False}
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):
@@ -476,24 +489,24 @@ def make_optimizer(model, learning_rate):
 def set_learning_rate(optimizer, scale):
     """Sets the learning rate of each parameter group to `scale` times the one that it was made with."""
     for group in optimizer.param_groups:
-        group["lr"] = scale * group.setdefault("initial_lr", group["lr"])
+        group.setdefault("initial_lr", group["lr"])
+        group["lr"] = scale * group["initial_lr"]
 
 
 def clip_and_step(optimizers, sums, run):
-    """Adds up gradients over processes, steps if all is finite. sums: this process's metrics, 0-d tensors."""
-    norms = {}
+    """Adds up gradients and metrics over processes, and makes a step if all of them are finite. sums:
+    this process's metrics, 0-d tensors. Returns the metrics with the norms of the gradients."""
+    metrics = {}
     for name, optimizer in optimizers.items():
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = list(chain(*column(optimizer.param_groups, "params")))
         for parameter in parameters:
             if parameter.grad is None:  # this process had no micro-batch
                 parameter.grad = torch.zeros_like(parameter)
             if world_size > 1:
                 dist.all_reduce(parameter.grad)
-        norms[f"{name}_grad_norm"] = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
-    numbers = torch.stack([*sums.values(), *norms.values()]).tolist()  # here alone we wait for the device
-    metrics = Counter(dict(zip(norms, numbers[len(sums) :])))
-    for other_sums in all_gather(dict(zip(sums, numbers))):
-        metrics.update(other_sums)  # adds
+        norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
+        metrics[f"{name}_grad_norm"] = norm.item()
+    metrics |= add_over_processes({name: x.item() for name, x in sums.items()})
     is_finite = all(map(math.isfinite, metrics.values()))
     for optimizer in optimizers.values():
         if is_finite:
@@ -504,18 +517,18 @@ def clip_and_step(optimizers, sums, run):
     return metrics
 
 
-def check_limits(model, ids, length):
-    """Refuses token ids that the model has no embedding for, and texts longer than its positions: on a GPU
-    they would end the process."""
+def check_limits(model, largest_id, length):
+    """Refuses token ids that the model has no embedding for, and texts longer than its positions: on a
+    GPU they would end the process."""
     count = model.get_input_embeddings().num_embeddings
-    if max(ids, default=0) >= count:
+    if largest_id >= count:
         raise UserError(f"{model.name_or_path} has {count} embeddings: too few for its tokenizer's ids")
     config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or math.inf
     rope = getattr(config, "rope_parameters", None) or {}
-    limit = getattr(config, "max_position_embeddings", None) or math.inf
-    if length > limit * (rope.get("factor") or 1):
+    if length > positions * (rope.get("factor") or 1):
         fault = "too few for the longest text with its response"
-        raise UserError(f"{model.name_or_path} has {limit} positions: {fault}, {length} tokens")
+        raise UserError(f"{model.name_or_path} has {positions} positions: {fault}, {length} tokens")
 
 
 def answer_scores(model, tokenizer, answers):
@@ -525,7 +538,8 @@ def answer_scores(model, tokenizer, answers):
         with autocast(model.device):
             return model(**inputs).logits[:, 0].float()
     ids, mask = pad_left(column(answers, "input_ids"), model.device)
-    inputs = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), "use_cache": False}
+    positions = (mask.cumsum(1) - 1).clamp(min=0)  # from 0 at the first token of each text
+    inputs = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
     with autocast(model.device):
         hidden = model.get_decoder()(ids, **inputs).last_hidden_state[:, -1]
     return model.score(hidden.float())[:, 0]  # in float32
@@ -537,10 +551,10 @@ def cut_by_length(rows):
     return [rows[first : first + BATCH_SIZE] for first in range(0, len(rows), BATCH_SIZE)]
 
 
-def pad_left(rows, device):
-    """Returns lists of ids as one tensor, (rows, length of the longest), and its mask."""
-    ids = [torch.tensor(row) for row in rows]
-    mask = [torch.ones_like(row) for row in ids]
+def pad_left(sequences, device):
+    """Returns lists of ids as one tensor, (sequences, length of the longest), and its mask."""
+    ids = list(map(torch.tensor, sequences))
+    mask = list(map(torch.ones_like, ids))
     options = {"batch_first": True, "padding_side": "left"}
     return pad_sequence(ids, **options).to(device), pad_sequence(mask, **options).to(device)
 
@@ -551,28 +565,30 @@ def pad_left(rows, device):
 def load_rows(specs, make_row):
     """Returns the rows of data sets that can be trained; the others are counted."""
     rows = []
-    for position, spec in enumerate(specs, 1):
-        where = f"the data set {spec}"
+    for number, spec in enumerate(specs, 1):
+        row_id = f"the data set {spec}"  # for an error before the first record
         try:
             columns = check_keys(spec)
-            for number, record in enumerate(read_records(spec), 1):
-                where = f"{position}/{Path(spec['path']).name}:{number}"
-                if None in record or not columns <= record.keys():
-                    raise ValueError(f"{list(record)} lacks a column of {spec} (None: more fields)")
+            for line, record in enumerate(read_records(spec), 1):
+                row_id = f"{number}/{Path(spec['path']).name}:{line}"
+                if None in record:  # where csv puts them
+                    raise ValueError(f"more fields than the {len(record) - 1} columns of the header")
+                if not columns <= record.keys():
+                    raise ValueError(f"{list(record)} lacks a column of {spec}")
                 if spec["type"] in ("parquet", "hub"):  # they fill absent keys with None
                     record = {name: without_nulls(value) for name, value in record.items()}
-                rows.append(make_row(record, spec, where))
-                where = f"after {where}"  # if the next record cannot be read
+                rows.append(make_row(record, spec, row_id))
+                row_id = f"after {row_id}"  # if the next record cannot be read
         except Exception as error:  # the libraries raise many types
-            raise UserError(f"{where}: {type(error).__name__}: {first_line(error)}") from None
-    kept = [row for row in rows if not row["left_out"]]
-    for reason, count in Counter(column(rows, "left_out")).items():
-        if reason and rank == 0:
-            first = next(row["id"] for row in rows if row["left_out"] == reason)
-            print(f"left out {count} of {len(rows)} rows, {reason}; the first is {first}")
-    if specs and not kept:
+            raise UserError(f"{row_id}: {type(error).__name__}: {first_line(error)}") from None
+    left_out = [row for row in rows if row["left_out"]]
+    for reason in dict.fromkeys(column(left_out, "left_out")):
+        ids = [row["id"] for row in left_out if row["left_out"] == reason]
+        if rank == 0:
+            print(f"left out {len(ids)} of {len(rows)} rows, {reason}; the first is {ids[0]}")
+    if specs and len(left_out) == len(rows):
         raise UserError(f"no row of {specs} can be trained")
-    return kept
+    return [row for row in rows if not row["left_out"]]
 
 
 def check_keys(spec):
@@ -580,8 +596,8 @@ def check_keys(spec):
     keys = spec.keys() - {"path", "type"}
     if spec.get("type") == "hub":
         keys -= {"name", "split"}
-    needed = keys - {"prompt", "tools", "margin"}
-    if not {"path", "type"} <= spec.keys() or needed != {"chosen", "rejected"}:
+    is_known = keys - {"prompt", "tools", "margin"} == {"chosen", "rejected"}
+    if not is_known or not {"path", "type"} <= spec.keys():
         known = "path, type, prompt, chosen, rejected, margin, tools"
         raise ValueError(f"the keys are {known}, and for hub name, split")
     return {spec[key] for key in keys}
@@ -599,7 +615,7 @@ def read_records(spec):
             yield from (json.loads(line) for line in text.split("\n") if line.strip())
     elif file_type == "csv":
         with open(path, encoding="utf-8-sig", newline="") as file:
-            yield from csv.DictReader(file, strict=True)  # strict: an open quote does not swallow the rest
+            yield from csv.DictReader(file, strict=True)  # strict: no open quote swallows the rest
     elif file_type == "parquet":
         yield from pyarrow.parquet.read_table(path).to_pylist()
     elif file_type == "hub":
@@ -614,35 +630,39 @@ def without_nulls(value):
     """Returns a value without the None in its lists and dicts."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
 
 
 def read_message(message):
-    """Returns a message of a chat, whose content is a text. Refuses what a chat template would misread."""
+    """Returns a message whose content is a text. Refuses what a chat template would misread."""
     if not isinstance(message, dict):
         raise ValueError(f"a chat is a list of messages, not of {message!r:.80}")
-    known = ["role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking"]
-    message = {key: x for key, x in message.items() if x is not None}  # parquet and json fill absent keys
-    marks = [message.pop(key) for key in ("weight", "train", "trainable", "loss_mask") if key in message]
-    content = message.get("content", "" if "tool_calls" in message else None)
-    if isinstance(content, list) and all(set(part) == {"type", "text"} for part in content):
-        content = "".join(column(content, "text"))
-    if not isinstance(content, str) or not set(message) <= set(known):
-        raise ValueError(f"a message has {', '.join(known)}, and its content is a text: {message!r:.200}")
-    if message.get("role") not in ("system", "developer", "user", "assistant", "tool"):
-        raise ValueError(f"a message has an unknown role: {message!r:.200}")
-    if not set(marks) <= {0, 1}:
-        raise ValueError(f"a weight is 0 (the message is not trained) or 1: {marks} of {message!r:.200}")
-    if 0 in marks:
-        message["weight"] = 0
+    message = {key: x for key, x in message.items() if x is not None}  # absent keys in parquet
+    keys = ["role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking"]
+    weight_keys = ["weight", "train", "trainable", "loss_mask"]
+    weights = [message.pop(key) for key in weight_keys if key in message]
+    if not set(weights) <= {0, 1}:
+        raise ValueError(f"a weight is 0 (not trained) or 1: {weights} of {message!r:.200}")
     if "tool_calls" in message:
         message["tool_calls"] = list(map(read_call, message["tool_calls"]))
-    return {**message, "content": content}
+        message.setdefault("content", "")
+    content = message.get("content")
+    if isinstance(content, list) and all(set(part) == {"type", "text"} for part in content):
+        message["content"] = "".join(column(content, "text"))
+    if not isinstance(message.get("content"), str) or not set(message) <= set(keys):
+        raise ValueError(f"a message has {', '.join(keys)}, and its content is a text: {message!r:.200}")
+    if message.get("role") not in ("system", "developer", "user", "assistant", "tool"):
+        raise ValueError(f"a message has an unknown role: {message!r:.200}")
+    if 0 in weights:
+        message["weight"] = 0
+    return message
 
 
 def read_call(call):
-    """Returns a tool call with its arguments as a dict. Many data sets have their JSON, which a chat template
-    would write as a text in quotes."""
+    """Returns a tool call with its arguments as a dict. Many data sets have their JSON, which a chat
+    template would write as a text in quotes."""
     function = dict(call.get("function", call))
     if isinstance(function.get("arguments"), str):
         with suppress(json.JSONDecodeError):
@@ -662,39 +682,48 @@ def as_messages(prompt):
 
 
 def as_answer(value):
-    """Returns an answer of the data, a text or messages. A whole number becomes a text, but a float has lost
-    the form that it had."""
+    """Returns an answer of the data, a text or messages; None becomes an empty text. A whole number
+    becomes a text. A float is refused: it has lost the form that it had, such as 7.50."""
+    if value is None:
+        return ""
     if isinstance(value, list):
         return list(map(read_message, value))
-    if type(value) not in (str, int, type(None)):
+    if type(value) not in (str, int):
         raise ValueError(f"an answer is a text or a list of messages, not {value!r:.80}")
-    return "" if value is None else str(value)
+    return str(value)
 
 
 def read_pair(record, spec):
-    """Returns the prompt (a text or a chat) and the chosen and the rejected answer (texts or messages) of a
-    record. Of whole chats the prompt is what both begin with, without the assistant's turns at its end."""
+    """Returns a record's prompt (a text or a chat), chosen and rejected answer (texts or messages)."""
     prompt = record[spec["prompt"]] if "prompt" in spec else None
     chosen, rejected = as_answer(record[spec["chosen"]]), as_answer(record[spec["rejected"]])
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise ValueError("one answer is a text, the other messages")
-    if isinstance(chosen, str) and ("prompt" not in spec or chosen.startswith("\n\nHuman:")):
-        chosen, rejected = split_dialogue(chosen), split_dialogue(rejected)
     if isinstance(chosen, str):
+        if "prompt" in spec and not chosen.startswith("\n\nHuman:"):
+            return prompt, chosen, rejected
+        chosen, rejected = split_dialogue(chosen), split_dialogue(rejected)
+    first_roles = [turn["role"] for turn in chosen[:1] + rejected[:1]]
+    if "prompt" in spec and first_roles == ["assistant", "assistant"]:
         return prompt, chosen, rejected
-    if "prompt" in spec and [turn["role"] for turn in chosen[:1] + rejected[:1]] == ["assistant"] * 2:
-        return prompt, chosen, rejected
-    is_equal = [mine == other for mine, other in zip(chosen, rejected)]
-    count = [*is_equal, False].index(False)
-    while count and chosen[count - 1]["role"] == "assistant":
+    return split_chats(prompt, chosen, rejected)
+
+
+def split_chats(prompt, chosen, rejected):
+    """Returns the prompt and the two answers of whole chats. The prompt is what both begin with, without
+    the assistant's turns at its end. If the record has a prompt, too, it must be this one."""
+    count = 0
+    while count < min(len(chosen), len(rejected)) and chosen[count] == rejected[count]:
+        count += 1
+    while count > 0 and chosen[count - 1]["role"] == "assistant":
         count -= 1
     if count == 0:
         raise ValueError("the chosen and the rejected chat do not begin with one prompt")
-    first = next((turn["content"] for turn in chosen[:count] if turn["role"] == "user"), None)
+    user_texts = [turn["content"] for turn in chosen[:count] if turn["role"] == "user"]
     if prompt and isinstance(prompt, list):
         prompt = as_messages(prompt)
-    if prompt and prompt not in (chosen[:count], first):
-        raise ValueError(f"the chats have another prompt than the column {spec['prompt']!r}: {prompt!r:.80}")
+    if prompt and prompt != chosen[:count] and prompt not in user_texts[:1]:
+        raise ValueError(f"the chats have another prompt than their row: {prompt!r:.80}")
     return chosen[:count], chosen[count:], rejected[count:]
 
 
@@ -702,47 +731,48 @@ def split_dialogue(text):
     """Returns the messages of a text as HH-RLHF has it: "\\n\\nHuman: ...\\n\\nAssistant: ..."."""
     first, *pieces = re.split(r"\n\n(Human|Assistant):", text)
     if first.strip() or not pieces:
-        raise ValueError(
-            'name "prompt", or give chats or texts such as "\\n\\nHuman: Hi\\n\\nAssistant: Hello"'
-        )
+        example = '"\\n\\nHuman: Hi\\n\\nAssistant: Hello"'
+        raise ValueError(f'name "prompt", or give chats or texts such as {example}')
     roles = {"Human": "user", "Assistant": "assistant"}
-    turns = zip(pieces[::2], pieces[1::2])
+    turns = zip(pieces[::2], pieces[1::2])  # a speaker, then the words
     return [{"role": roles[speaker], "content": words.strip()} for speaker, words in turns]
 
 
 def as_turns(answer):
     """Returns the messages of an answer, a text or messages."""
-    answer = as_answer(answer)
     return answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
 
 
 def is_trained_turn(turn):
     """Returns whether a message is the assistant's, says something and is to be trained."""
-    says_something = turn.get("tool_calls") or turn["content"].strip()
-    return turn["role"] == "assistant" and bool(says_something) and turn.get("weight") != 0
+    if turn["role"] != "assistant" or turn.get("weight") == 0:
+        return False
+    return bool(turn.get("tool_calls") or turn["content"].strip())
 
 
 def read_tools(record, spec):
     """Returns the tools of a record for the chat template, a list, or None."""
-    tools = record.get(spec.get("tools")) or None
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    if not isinstance(tools, (list, type(None))):
+    tools = record[spec["tools"]] if "tools" in spec else None
+    if tools and isinstance(tools, str):
+        tools = json.loads(tools)
+    if tools and not isinstance(tools, list):
         raise ValueError(f"tools are a list or its JSON, not {tools!r:.80}")
-    return tools
+    return tools or None
 
 
 def read_margin(value):
     """Returns the margin of a pair, a number."""
     with suppress(TypeError, ValueError):
-        if math.isfinite(float(value)):
-            return float(value)
+        margin = float(value)
+        if math.isfinite(margin):
+            return margin
     raise ValueError(f"a margin is a finite number, not {value!r:.80}")
 
 
 def read_chat(tokenizer, prompt, answer, tools=None):
-    """Returns the messages of a prompt, a text or a chat, and those of its answer, a text or messages."""
+    """Returns the messages of a prompt (a text or a chat) and of its answer (a text or messages)."""
     before, turns = as_messages(prompt), as_turns(answer)
-    if [message["role"] for message in before[-1:] + turns[:1]] == ["assistant"] * 2:
+    if turns and before[-1]["role"] == turns[0]["role"] == "assistant":
         raise ValueError("a prompt ends before the assistant's message, which is the answer")
     if SYSTEM_PROMPT is not None and before[0]["role"] != "system":
         before.insert(0, {"role": "system", "content": SYSTEM_PROMPT})
@@ -752,32 +782,22 @@ def read_chat(tokenizer, prompt, answer, tools=None):
     return before, turns
 
 
-def render(tokenizer, messages, tools=None, is_open=False):
-    """Returns the text of a chat in the chat template, if there is one. is_open: an answer follows."""
+def render(tokenizer, messages, tools=None):
+    """Returns the text of a chat in the chat template, if there is one."""
     if tokenizer.chat_template:
-        options = {"tools": tools, "add_generation_prompt": is_open, "tokenize": False}
-        return tokenizer.apply_chat_template(messages, **options)
-    text = "".join(column(messages, "content"))
-    return text if is_open else text + tokenizer.eos_token
-
-
-def tokenize(tokenizer, text, is_open=False):
-    """Returns the ids of a text. is_open: an answer follows."""
-    text.encode()  # fails for half an emoji
-    ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
-    if is_open and not tokenizer.chat_template and ids[-1:] == [tokenizer.eos_token_id]:
-        return ids[:-1]  # some append EOS to every text
-    return ids
+        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    return "".join(column(messages, "content")) + tokenizer.eos_token
 
 
 def check_shown(tokenizer, messages, tools, text):
     """Refuses a chat template whose text shows nothing of a chat's tools, calls, thoughts or prompts."""
     if tools and render(tokenizer, messages) == text:
         raise ValueError("the chat template shows no tools: take one that does")
-    for hidden in ("tool_calls", "reasoning_content", "thinking"):
-        bare = [{key: x for key, x in message.items() if key != hidden or not x} for message in messages]
-        if bare != messages and render(tokenizer, bare, tools) == text:
-            raise ValueError(f"the chat template shows no {hidden}: take one that does")
+    for key in ("tool_calls", "reasoning_content", "thinking"):
+        is_used = any(message.get(key) for message in messages)
+        without = [{name: x for name, x in message.items() if name != key} for message in messages]
+        if is_used and render(tokenizer, without, tools) == text:
+            raise ValueError(f"the chat template shows no {key}: take one that does")
     for message in messages:
         for key in ("content", "reasoning_content", "thinking"):
             is_needed = key != "content" or message["role"] in ("system", "user")
@@ -787,18 +807,20 @@ def check_shown(tokenizer, messages, tools, text):
 
 def encode(tokenizer, prompt, answer, tools=None):
     """Returns the ids of a prompt with its answer, texts or messages, up to the answer's first EOS."""
-    before, turns = read_chat(tokenizer, prompt, answer, tools)
+    messages, turns = read_chat(tokenizer, prompt, answer, tools)
     for turn in turns:
         if turn["role"] == "assistant" and tokenizer.eos_token:
-            turn["content"] = turn["content"].split(tokenizer.eos_token)[0]
-    text = render(tokenizer, before + turns, tools)
-    check_shown(tokenizer, before + turns, tools, text)
-    return tokenize(tokenizer, text)
+            turn = {**turn, "content": turn["content"].split(tokenizer.eos_token)[0]}
+        messages.append(turn)
+    text = render(tokenizer, messages, tools)
+    check_shown(tokenizer, messages, tools, text)
+    text.encode()  # fails for half an emoji
+    return tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
 
 
 def encode_scored(model, tokenizer, prompt, answer, tools=None):
-    """Returns what a model reads of a prompt with its answer, {"input_ids", ...}: a decoder (it has a head
-    `score`) the chat, an encoder a pair of texts."""
+    """Returns a model's inputs for a prompt with its answer, {"input_ids", ...}: a decoder (it has a
+    head `score`) gets the chat, an encoder a pair of texts."""
     if hasattr(model, "score"):
         return {"input_ids": encode(tokenizer, prompt, answer, tools)}
     if not isinstance(prompt, str) or not isinstance(answer, str):
@@ -807,8 +829,9 @@ def encode_scored(model, tokenizer, prompt, answer, tools=None):
     return dict(tokenizer(prompt, answer))
 
 
-def column(rows, field):
-    return [row[field] for row in rows]
+def column(dicts, key):
+    """Returns the value of a key in each of several dicts."""
+    return [item[key] for item in dicts]
 
 
 # ================================================================ processes
@@ -838,9 +861,19 @@ def all_gather(value):
     return values
 
 
+def add_over_processes(numbers):
+    """Returns the sums over all processes of numbers, a dict by name."""
+    sums = {}
+    for process_numbers in all_gather(dict(numbers)):
+        for name, x in process_numbers.items():
+            sums[name] = sums.get(name, 0) + x
+    return sums
+
+
 def progress(items, unit):
     """Shows a progress bar on a terminal, which vanishes at the end."""
-    return tqdm(items, unit=f" {unit}", leave=False, file=sys.stdout, disable=None if rank == 0 else True)
+    is_hidden = None if rank == 0 else True  # None: hidden unless this is a terminal
+    return tqdm(items, unit=f" {unit}", leave=False, file=sys.stdout, disable=is_hidden)
 
 
 # ================================================================ the run's files
@@ -850,24 +883,25 @@ class Run:
     """The files of one run in OUTPUT_DIR, which process 0 writes, and the signals that end the run."""
 
     def __init__(self, resume):
-        self.folder = Path(OUTPUT_DIR).absolute()  # once: a reward function may change the working directory
+        self.folder = Path(OUTPUT_DIR).absolute()  # now: a function may change the working directory
         self.logs = {}
         self.wandb = None
         self.signal = 0
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.lock = filelock.FileLock(f"{self.folder}.lock", is_singleton=True)
-        self.facts = {"file": __file__, "program": os.path.abspath(sys.argv[0]), "torch": torch.__version__}
-        paths = {os.path.realpath(path) for path in (__file__, sys.argv[0], rewards.__file__)}
-        self.facts["text"] = digest(sorted(Path(path).read_bytes() for path in paths if Path(path).is_file()))
-        self.facts["processes"] = world_size
+        self.facts = {"file": __file__, "program": os.path.abspath(sys.argv[0])}
+        self.facts |= {"torch": torch.__version__, "processes": world_size}
+        files = {os.path.realpath(path) for path in (__file__, sys.argv[0], rewards.__file__)}
+        texts = [Path(path).read_bytes() for path in files if Path(path).is_file()]
+        self.facts["text"] = digest(sorted(texts))
         checkpoint = None
         if rank == 0:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             self.lock.acquire(timeout=0)  # fails if another run writes into OUTPUT_DIR
             checkpoint = choose_checkpoint(self.folder, resume)
             print(f"Writing to {self.folder}; loading the models", flush=True)
-        self.checkpoint = all_gather(checkpoint)[0]
+        self.checkpoint = all_gather(checkpoint)[0]  # that of rank 0
 
     def on_signal(self, number, frame):
         """Ctrl-C and SIGTERM end the run after the current step; a second one ends it at once."""
@@ -876,18 +910,20 @@ class Run:
         print("\nStopping after this step, then saving; again stops at once", flush=True)
 
     def open(self, state, is_complete):
-        """Opens the logs and catches signals. A run that continues cuts the logs back to its checkpoint; if
-        no step is left, it is complete."""
+        """Opens the logs and catches signals. A run that continues cuts the logs back to its
+        checkpoint; if no step is left, it is complete."""
         self.outcome = "Nothing was left to do: complete" if is_complete else "Done"
         self.handlers = {}
         with suppress(ValueError):  # only the main thread gets signals
-            self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self.on_signal)
         if rank > 0:
             return
         self.lock.acquire(timeout=0)  # a second train() has to take it again
-        self.compare(state, is_complete)
-        for half in self.folder.glob("step_*.tmp"):  # a kill may leave some
-            shutil.rmtree(half)
+        if self.checkpoint:
+            self.compare(state, is_complete)
+        for unfinished in self.folder.glob("step_*.tmp"):  # a kill may leave some
+            shutil.rmtree(unfinished)
         now = f"{datetime.now():%Y%m%d_%H%M%S_%f}"
         self.move_old_files(state, Path(f"{self.folder}_old_{now}"))
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -897,37 +933,41 @@ class Run:
             file.truncate(min(file.tell(), state.log_sizes.get(name, 0)))
             self.logs[name] = file
         config = self.folder / "training_config.json"
-        config.with_suffix(".tmp").write_text(json.dumps(self.facts | {"constants": constants()}, indent=1))
-        config.with_suffix(".tmp").rename(config)
+        tmp = config.with_suffix(".tmp")
+        tmp.write_text(json.dumps({**self.facts, "constants": constants()}, indent=1))
+        tmp.rename(config)
         if USE_WANDB:
             import wandb  # slow
 
-            self.wandb = wandb.init(dir=self.folder, config=constants(), id=state.wandb_id, resume="allow")
+            options = {"dir": self.folder, "config": constants()}
+            self.wandb = wandb.init(**options, id=state.wandb_id, resume="allow")
             state.wandb_id = self.wandb.id
 
     def compare(self, state, is_complete):
-        """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights are
-        those of the checkpoint. Refuses a complete run that would end as if it had trained what changed."""
-        if not self.checkpoint:
-            return
+        """Prints what changed since the checkpoint. Refuses another model: the weights are those of the
+        checkpoint. Refuses a complete run that would end as if it had trained what changed."""
         earlier = json.loads((self.checkpoint / "run.json").read_text())
-        changes = [(k, x) for k, x in constants().items() if earlier["constants"].get(k, x) != x]
-        changes = [f"{k}={x!r}" for k, x in changes if k not in ("RESUME", "OUTPUT_DIR", "TEST_FILE")]
+        changes = []
+        for name, value in constants().items():
+            is_new = earlier["constants"].get(name, value) != value
+            if is_new and name not in ("RESUME", "OUTPUT_DIR"):
+                changes.append(f"{name}={value!r}")
         print("Constants that changed: " + (", ".join(changes) or "none"), flush=True)
-        for name, what in {"text": "file", "data": "data"}.items():
-            if earlier.get(name) != self.facts.get(name):
-                changes.append(f"the {what} changed since step {state.step}")
+        for fact, name in (("text", "file"), ("data", "data")):
+            if earlier.get(fact) != self.facts.get(fact):
+                changes.append(f"the {name} changed since step {state.step}")
                 print(changes[-1], flush=True)
         hint = "RESUME=no or another OUTPUT_DIR begins another run"
-        for name in ("ACTOR_MODEL", "CRITIC_MODEL", "BASE_MODEL"):
-            model = earlier["constants"].get(name)
-            if model != constants().get(name):
-                raise UserError(f"the weights of {self.checkpoint} are of {name}={model}: {hint}")
+        model = earlier["constants"].get("BASE_MODEL")
+        if model != constants()["BASE_MODEL"]:
+            raise UserError(f"the weights of {self.checkpoint} are of BASE_MODEL={model}: {hint}")
         if is_complete and changes:
             raise UserError(f"complete at step {state.step}, but {'; '.join(changes)}: {hint}")
 
     def move_old_files(self, state, target):
-        """Moves what is later than the run's checkpoint, or all of an earlier run, to the folder `target`."""
+        """Moves files to the folder `target`. A run that resumes its own checkpoint moves the
+        checkpoints after it; a new run in a used folder moves all files of the earlier run. If anything
+        is moved, best/ goes, too: it may be of a later step, or of the other run."""
         config = self.folder / "training_config.json"
         is_own = self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve()
         if not is_own:
@@ -937,14 +977,16 @@ class Run:
             return
         stale = list_checkpoints(self.folder)
         if is_own:
-            stale = [path for path in stale if int(path.name[5:]) > state.step]
+            stale = [path for path in stale if int(path.name.removeprefix("step_")) > state.step]
         else:
-            for pattern in "logs/*.jsonl logs/training_*.log *_metrics_*.png training_config.json".split():
+            for pattern in ("logs/*.jsonl", "logs/training_*.log", "*_metrics_*.png"):
                 stale += self.folder.glob(pattern)
-        if stale:  # best/ may be of a later step, or of the other run
+        if stale or not is_own:
             state.best_score = -math.inf
             stale += [path.parent for path in self.folder.glob("best/*/config.json")]
-        for path in sorted(stale, key=config.__eq__):  # it goes last: a start without it moves nothing
+        if not is_own:
+            stale.append(config)  # the last one: a folder without it is nobody's run
+        for path in stale:
             moved = target / path.relative_to(self.folder)
             moved.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(path, moved)
@@ -952,7 +994,8 @@ class Run:
 
     def close(self, state):
         all_gather(None)  # wait: torchrun would end processes that still write
-        self.log(f"{'Stopped' if self.signal else self.outcome} at step {state.step}")
+        outcome = "Stopped" if self.signal else self.outcome
+        self.log(f"{outcome} at step {state.step}")
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if self.wandb:
@@ -968,7 +1011,9 @@ class Run:
 
     def write(self, name, **record):
         """Writes one line of JSON to a log. Numbers that are not finite become null: JSON has no NaN."""
-        record = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in record.items()}
+        for key, x in record.items():
+            if isinstance(x, float) and not math.isfinite(x):
+                record[key] = None
         if rank == 0:
             self.logs[name].write(json.dumps(record) + "\n")
         if self.wandb and name == "metrics.jsonl":
@@ -977,9 +1022,10 @@ class Run:
 
 
 def list_checkpoints(folder):
-    """Returns the folders step_N of a run, oldest first."""
-    folders = {path.parent.name[5:]: path.parent for path in Path(folder).glob("step_*/training_state.pt")}
-    return [folders[str(number)] for number in sorted(int(name) for name in folders if name.isdecimal())]
+    """Returns the folders step_N of a run, oldest first, without an unfinished step_N.tmp."""
+    folders = [path.parent for path in Path(folder).glob("step_*/training_state.pt")]
+    finished = [path for path in folders if path.name.removeprefix("step_").isdecimal()]
+    return sorted(finished, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def choose_checkpoint(folder, resume):
@@ -988,20 +1034,22 @@ def choose_checkpoint(folder, resume):
     if resume not in ("ask", "yes", "no"):
         checkpoints = list_checkpoints(resume) or [Path(resume)]
         if not (checkpoints[-1] / "training_state.pt").exists():
-            raise UserError(f"RESUME = {resume!r} is not ask, yes, no, or the folder of a checkpoint or run")
+            raise UserError(f"RESUME = {resume!r} is not ask, yes, no, or the folder of a checkpoint, a run")
     if resume == "yes" and not checkpoints:
         print(f"RESUME=yes: {folder} has no checkpoint, the run begins afresh", flush=True)
     if resume == "no" or not checkpoints:
         return None
     print(f"Found checkpoint: {checkpoints[-1]}", flush=True)
-    asks = resume == "ask" and world_size == 1 and sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()
-    if asks and not input("Resume training from it? (y/n): ").lower().startswith("y"):
-        return None
+    is_terminal = sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()
+    if resume == "ask" and world_size == 1 and is_terminal:
+        reply = input("Resume training from it? (y/n): ")
+        if not reply.lower().startswith("y"):
+            return None
     return checkpoints[-1]
 
 
 def digest(items):
-    """Returns their number and the beginning of a hash of them, as a text."""
+    """Returns the number of items and the beginning of their hash, as a text."""
     total = hashlib.sha256()
     for item in items:
         total.update(repr(item).encode())
@@ -1015,7 +1063,7 @@ def atomic_folder(path):
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
     yield tmp
-    for file in [*tmp.rglob("*"), tmp]:  # what was written is on the disk before its name is
+    for file in [*tmp.rglob("*"), tmp]:  # the files must be on the disk before the new name is
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
@@ -1023,34 +1071,38 @@ def atomic_folder(path):
     tmp.rename(path)
 
 
-# The panels of reward_model_metrics_with_entropy.png; training_metrics_detailed.png has all metrics that vary
+# Panels of reward_model_metrics_with_entropy.png; training_metrics_detailed.png has all metrics that
+# vary
 PANELS = "loss accuracy margin chosen_score rejected_score reward_model_grad_norm".split()
 
 
 def draw_grid(folder, path, names=None):
-    """Draws a panel per metric: each training step faint, their rolling mean, and the evaluations' points."""
+    """Draws one panel per metric that varies: training steps, their rolling mean, and evaluations."""
     records = [json.loads(line) for line in (folder / "logs/metrics.jsonl").read_text().splitlines()]
-    names = [name for name in names or dict.fromkeys(chain(*records)) if name not in ("phase", "step")]
-    names = [name for name in names if len({r.get(name) for r in records} - {None}) > 1]  # it varies
-    phases = ["train", *dict.fromkeys(r["phase"] for r in records if r["phase"] != "train")]
-    colors = dict(zip(phases, ("blue", "orange", "green", "red", "purple", "brown")))
-    height = max(1, math.ceil(len(names) / 3))
-    figure = Figure(figsize=(10, 2.3 * height + 0.5), layout="tight")
-    for number, name in enumerate(names, 1):
+    phases = dict.fromkeys(["train", *column(records, "phase")])
+    panels = {}
+    for name in names or dict.fromkeys(chain(*records)):
+        points = [record for record in records if record.get(name) is not None]
+        if name not in ("phase", "step") and len(set(column(points, name))) > 1:
+            panels[name] = points
+    height = max(1, math.ceil(len(panels) / 3))
+    figure = Figure(figsize=(10, 2.3 * height + 0.5), layout="constrained")
+    for number, (name, points) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(height, 3, number, title=name, xlabel="step")
         axis.grid(alpha=0.3)
-        for phase, color in colors.items():
-            points = [r for r in records if r["phase"] == phase and r.get(name) is not None]
-            steps, values = column(points, "step"), column(points, name)
+        for color, phase in enumerate(phases):
+            of_phase = [record for record in points if record["phase"] == phase]
+            steps, values = column(of_phase, "step"), column(of_phase, name)
             if phase != "train":
-                axis.plot(steps, values, "o-", color=f"tab:{color}", markersize=4)
+                label = phase.replace("eval", "evaluation")
+                axis.plot(steps, values, "o-", color=f"C{color}", markersize=4, label=label)
             elif values:
                 window = max(1, len(values) // 12)
                 means = np.convolve(values, np.full(window, 1 / window), "valid")
-                axis.plot(steps, values, ".-", color=f"tab:{color}", alpha=0.25)
-                axis.plot(steps[window - 1 :], means, color=f"tab:{color}")
-    legend = "; ".join(f"{color}: {phase}" for phase, color in colors.items())
-    figure.suptitle(f"{legend} (train: each step and rolling mean)", fontsize=9)
+                axis.plot(steps, values, ".-", color="C0", alpha=0.25, label="training step")
+                axis.plot(steps[window - 1 :], means, color="C0", label="rolling mean of training")
+    lines = {line.get_label(): line for axis in figure.axes for line in axis.lines}
+    figure.legend(handles=lines.values(), loc="outside upper center", ncols=4)
     figure.savefig(folder / path, dpi=110)
 
 
@@ -1063,27 +1115,26 @@ def first_line(error):
 
 def constants():
     """Returns every constant of this file by name, as JSON has it."""
-    values = {name: x for name, x in globals().items() if name.isupper() and name not in ("ROOT", "PANELS")}
-
-    def describe(x):  # a function by its name, an object without its address in memory
-        return getattr(getattr(x, "func", x), "__name__", re.sub(r" at 0x\w+", "", str(x)))
-
-    text = json.dumps(values, default=describe)
-    return json.loads(text.replace(json.dumps(str(ROOT))[1:-1], "{ROOT}"))  # the repository may be moved
+    values = {name: x for name, x in globals().items() if name.isupper()}
+    del values["ROOT"], values["PANELS"]
+    text = json.dumps(values, default=lambda x: getattr(x, "__name__", type(x).__name__))
+    root = json.dumps(str(ROOT)).strip('"')
+    return json.loads(text.replace(root, "{ROOT}"))  # the repository may be moved
 
 
 def read_constants(path):
     """Yields KEY=VALUE of each line of a file, without comments. A text may stand in quotes."""
     for line in Path(path).read_text(encoding="utf-8-sig").splitlines():
+        if not line.strip() or line.strip().startswith("#"):
+            continue
         key, _, text = line.partition("=")
         quoted = re.fullmatch(r"""(["'])(.*?)\1\s*(#.*)?""", text.strip())
         text = quoted[2] if quoted else re.split(r"\s#\s", text)[0].strip()
-        if line.strip() and not line.strip().startswith("#"):
-            yield f"{key.strip()}={text}"
+        yield f"{key.strip()}={text}"
 
 
 def apply_overrides(arguments):
-    """Sets constants from KEY=VALUE arguments, or @FILE with one on each line, in the constants' types."""
+    """Sets constants from KEY=VALUE arguments, or @FILE with one per line, in the constants' types."""
     for argument in arguments:
         if argument.startswith("@"):
             apply_overrides(read_constants(argument[1:]))
@@ -1091,52 +1142,44 @@ def apply_overrides(arguments):
         key, _, text = argument.partition("=")
         if key not in constants():
             near = difflib.get_close_matches(key.upper(), constants(), 1, 0.0)[0]
-            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file, such as {near}")
-        wanted = __annotations__.get(key, type(globals()[key]))  # a type such as int, or int | None
+            raise UserError(f"{argument!r} is not KEY=VALUE with a constant such as {near}")
+        default = globals()[key]
+        wanted = __annotations__.get(key, type(default))  # a type such as int, or int | None
         value = os.path.expanduser(text).replace("{file}", Path(sys.argv[0]).stem)
-        # \n is a line break, but in \\n and in LaTeX's \neq, \nu and the like
-        latex = r"(?:eq?|u|abla|ot(?:in)?|eg|mid|cong|leq|geq|less|exists|atural|orm)(?![a-z])"
-        value = re.sub(rf"(?<!\\)\\n(?!{latex})", "\n", value).replace(r"\\n", r"\n")
+        value = re.sub(r"(?<!\\)\\n", "\n", value).replace(r"\\n", r"\n")  # \n is a line break, \\n is \n
         if not isinstance(value, wanted) or text == "None":
             with suppress(ValueError, SyntaxError):
                 value = ast.literal_eval(text)
-        if type(value) is int and isinstance(0.0, wanted):
+        accepts_float = isinstance(0.0, wanted)
+        if type(value) is int and accepts_float:
             value = float(value)
         if not isinstance(value, wanted):
-            raise UserError(f"{argument}: {key} takes a value such as {globals()[key]!r}")
+            raise UserError(f"{argument}: {key} takes a value such as {default!r}")
         globals()[key] = value
-
-
-def check_numbers(counts):
-    """Refuses numbers below 0, or below 1 if `counts` has their names."""
-    for name, value in constants().items():
-        lowest = int(name in counts.split())
-        if type(value) not in (int, float) or name == "REWARD_MODEL_WEIGHT":
-            continue
-        if not lowest <= value or (type(value) is int and value >= 2**63):  # NaN, and seeds beyond 64 bits
-            raise UserError(f"{name} = {value!r} is not a number from {lowest} on (or too large)")
 
 
 def check_constants():
     """Refuses values that would fail silently or late."""
-    check_numbers(
-        "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS MAX_TOKENS NUM_EPOCHS MAX_STEPS KEEP_LAST_N_CHECKPOINTS "
-        "MAX_EVAL_PAIRS"
-    )
-    rules = {
-        "DTYPE is float32 or bfloat16": DTYPE in ("float32", "bfloat16"),
-        "LR_SCHEDULER_TYPE is linear or cosine": LR_SCHEDULER_TYPE in ("linear", "cosine"),
-        "MAX_GRAD_NORM is above 0": MAX_GRAD_NORM > 0,
-        "PROMPT_TEMPLATE contains {input}": "{input}" in PROMPT_TEMPLATE,
-        "TRAIN_DATASETS has a data set": len(TRAIN_DATASETS) > 0,
-    }
-    for rule, is_kept in rules.items():
-        if not is_kept:
-            raise UserError(f"a constant breaks a rule: {rule}")
+    at_least_1 = ["BATCH_SIZE", "GRADIENT_ACCUMULATION_STEPS", "MAX_TOKENS", "MAX_EVAL_PAIRS"]
+    at_least_1 += ["NUM_EPOCHS", "MAX_STEPS", "KEEP_LAST_N_CHECKPOINTS"]
+    for name, value in constants().items():
+        lowest = 1 if name in at_least_1 else 0
+        if type(value) in (int, float) and not value >= lowest:  # "not": NaN is refused, too
+            raise UserError(f"{name} = {value!r} is not a number from {lowest} on")
+    if DTYPE not in ("float32", "bfloat16"):
+        raise UserError(f"DTYPE = {DTYPE!r} is not float32 or bfloat16")
+    if LR_SCHEDULER_TYPE not in ("linear", "cosine"):
+        raise UserError(f"LR_SCHEDULER_TYPE = {LR_SCHEDULER_TYPE!r} is not linear or cosine")
+    if MAX_GRAD_NORM == 0:
+        raise UserError("MAX_GRAD_NORM is above 0")
+    if "{input}" not in PROMPT_TEMPLATE:
+        raise UserError("PROMPT_TEMPLATE does not contain {input}")
+    if not TRAIN_DATASETS:
+        raise UserError("TRAIN_DATASETS has no data set")
 
 
 def train_main():
-    """Exit codes: 0; 2: the user can correct it; 130, 143: a signal; 1, with a traceback: other errors."""
+    """Exit codes: 0; 2: the user can correct it; 130, 143: a signal; 1, with a traceback: others."""
     trainer = None
     try:
         apply_overrides(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""RCE for language models, in one file: mines candidates, scores them, and fits the policy to the better.
+"""RCE for language models, in one file: samples candidates, scores them, and fits the policy to the better.
 
 Reward-weighted cross-entropy (reward-weighted regression, Peters and Schaal 2007; AWR without the critic,
 1910.00177). The candidates y_1 .. y_n of a prompt x, with rewards r_1 .. r_n, give
@@ -7,17 +7,18 @@ Reward-weighted cross-entropy (reward-weighted regression, Peters and Schaal 200
     L   = mean over prompts of sum_i w_i * -log pi(y_i | x)   LENGTH_NORMALISE: log pi / tokens of y_i
 
 As TAU goes to 0, this becomes best-of-n distillation. Unlike GRPO it needs no old policy and no ratios, it
-may learn from candidates of any source, and it only pulls towards responses (all w >= 0). Take it to see and
-check the training data before you train, if scoring is slow, or if you have scored responses already.
+may learn from responses of any source, and it never pushes a response down (all w >= 0). Use it if you want
+to inspect the training data before you train, if scoring is slow, or if you have scored responses already.
 
-Each of the ROUNDS does this, with further prompts:
+Each of the ROUNDS takes the next MINE_PROMPTS prompts:
 
     mine      propose the greedy response, beams, samples at several temperatures and, if wanted, the data's
               own solution; merge equal ones; score them by the reward functions. If those are slow, a
               pre-filter may choose what they score: see VERIFY_TOP
-    check up  log what the candidates are worth; tools/check_up.py says more
-    train     on the prompts whose candidates' rewards differ. Other prompts are for validation: best/ follows
-              pick_accuracy, how often the policy's likeliest candidate of a prompt is right on them
+    check up  log statistics of the candidates; tools/check_up.py computes more
+    train     on the prompts whose candidates' rewards differ. VALIDATION_FRACTION of all prompts are never
+              trained on: there pick_accuracy is how often the policy's likeliest candidate is right, and the
+              policy with the highest is kept in best/
 
 Shapes: rows = candidates, those of one prompt being neighbours; P = tokens of the longest prompt; R = tokens
 of the longest response.
@@ -59,8 +60,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timedelta
 from functools import partial
-from itertools import chain, cycle, islice
-from operator import attrgetter
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -119,32 +119,32 @@ EVAL_DATASETS = [{**TRAIN_DATASETS[0], "path": f"{ROOT}/data/tiny/test.jsonl"}]
 PROMPT_TEMPLATE = "{input}"  # the question; the tokenizer's chat template, if it has one, wraps it
 SYSTEM_PROMPT: str | None = None  # put before prompts that have none; needs a chat template
 MAX_EVAL_PROMPTS: int | None = 200  # the first ones of each data set; None: all
-VALIDATION_FRACTION = 0.2  # of the prompts, chosen by their text, 0 to 1: never trained on
+VALIDATION_FRACTION = 0.2  # share of the prompts that are never trained on; a hash of the text decides
 
 # Rewards: a function is a name in rewards/, or one that you define above: f(prompts, responses,
 # answers) returns one number per response. It may have more parameters: one with the name of a column
 # of the data gets that column, one value per response; response_ids gets the sampled token ids, with
 # EOS. For a reward model define a function that calls it
-REWARD_FUNCTIONS = [("exact_answer", 1.0), ("rouge_l", 0.0)]  # weights are those of evaluation's reward
-HARD_REWARD = "exact_answer"  # the part that is 1 for right and 0 for wrong candidates
-SOFT_REWARD = "rouge_l"  # the part that grades candidates, 0 to 1
-REWARD_MODE = "hard_only"  # what r is: a name in reward_modes below, or a function of yours like them
-# gt_prob, for the pre-filter and some modes: the probability that the policy, after the reasoning of a
-# response, writes a gold answer and ends. Reasoning is what stands before the answer in ANSWER_FORM
+REWARD_FUNCTIONS = [("exact_answer", 1.0), ("rouge_l", 0.0)]  # the weights make evaluation's reward only
+HARD_REWARD = "exact_answer"  # "hard": the function that is 1 for right and 0 for wrong candidates
+SOFT_REWARD = "rouge_l"  # "soft": the function that grades candidates, 0 to 1
+REWARD_MODE = "hard_only"  # how r is made of hard, soft, gt_prob and logprob: see reward_modes
+# gt_prob, for the pre-filter and some modes: the probability that the policy writes a gold answer and ends
+# after a candidate's own reasoning, which is its text up to and with the last "####" of this form
 ANSWER_FORM = "#### {answer}"
 ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is correct (evaluation)
 
 # Mining
 MINE_PROMPTS: int | None = 320  # prompts per round; None: all
 BEAMS = 2  # responses of a beam search of this width; 0: none
-GROUP_SIZE = 13  # sampled responses per prompt, dealt out over SAMPLE_TEMPERATURES
+GROUP_SIZE = 13  # sampled responses per prompt, which take the SAMPLE_TEMPERATURES in turn
 SAMPLE_TEMPERATURES = [0.6, 0.8, 1.0]  # each > 0
 INCLUDE_REFERENCE = False  # propose the data's own solution, if it has at most MAX_NEW_TOKENS tokens
-# Pre-filter: only the VERIFY_TOP candidates of a prompt that rank highest and VERIFY_RANDOM others are
-# verified (scored by the reward functions); the rest, too, if these are all right or all wrong
-VERIFY_TOP: int | None = None  # None: all are verified
+# Pre-filter for slow rewards: of each prompt only the VERIFY_TOP candidates by PREFILTER and VERIFY_RANDOM
+# others are verified, that is, scored by the reward functions; the rest, too, if all these are right or wrong
+VERIFY_TOP: int | None = None  # None: all
 VERIFY_RANDOM = 2
-PREFILTER = "gt_prob"  # gt_prob | logprob (of the candidate under the policy): by which they rank
+PREFILTER = "gt_prob"  # gt_prob | logprob (of the candidate under the policy)
 MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
 MAX_NEW_TOKENS = 64
 TEMPERATURE = 1.0  # > 0; in training, evaluation and all log-probabilities
@@ -160,7 +160,7 @@ LOGIT_CHUNK = 256  # tokens whose logits are held at a time; the backward pass c
 DECODE_BLOCK = 32  # tokens by which the KV cache grows in sampling; each block needs a new CUDA graph
 CUDA_GRAPHS = False  # in sampling: one launch per token. Has not run on a GPU yet; take DECODE_BLOCK=128
 TAU = 0.1  # > 0; small: only the best candidates weigh; large: all weigh alike
-TAU_END: float | None = None  # moves TAU there by equal factors over the run; None: it stays
+TAU_END: float | None = None  # TAU goes there geometrically over all steps; None: it stays
 WEIGHT_REWARDS = "raw"  # raw | zscore: r as it is, or scaled to mean 0 and deviation 1 within the prompt
 LENGTH_NORMALISE = False  # divides log pi by the number of tokens
 LEARNING_RATE = 3e-4
@@ -203,13 +203,16 @@ def rce_weights(rewards, tau):
 
 
 def tau_at(steps_done, total):
-    """Returns TAU after steps_done of total steps. It moves to TAU_END by equal factors."""
-    done = min(1, steps_done / max(1, total - 1))
-    return TAU * ((TAU_END or TAU) / TAU) ** done
+    """Returns TAU after steps_done of total steps. It goes to TAU_END geometrically."""
+    if TAU_END is None:
+        return TAU
+    fraction = min(1, steps_done / max(1, total - 1))  # 1 at the last step
+    return TAU * (TAU_END / TAU) ** fraction
 
 
 def rce_loss(logprobs, mask, weights):
-    """Returns the sum over rows of w * -log pi. logprobs, mask (rows, R); weights (rows,)."""
+    """Returns the sum over rows of w * -log pi; update() divides it by the number of prompts. logprobs, mask
+    (rows, R); weights (rows,)."""
     row_logprobs = (logprobs * mask).sum(1)
     if LENGTH_NORMALISE:
         row_logprobs = row_logprobs / mask.sum(1)
@@ -217,8 +220,9 @@ def rce_loss(logprobs, mask, weights):
 
 
 def gold_probability(logprobs, start):
-    """Returns pi(a and what ends it | x, reasoning) for a gold answer a. gt_prob is its sum over the
-    distinct gold answers. logprobs (R,) of `start` tokens of reasoning, then of a."""
+    """Returns the probability of one gold answer and its end, given prompt and reasoning. gt_prob is the sum
+    over the distinct gold answers. logprobs (R,) of the reasoning's tokens, then, from `start` on, of the
+    answer's."""
     return logprobs[start:].double().sum().exp().item()
 
 
@@ -246,8 +250,9 @@ def shaped_rewards(candidates):
     columns = []
     for name in ("hard", "soft", "gt_prob", "logprob"):
         values = [getattr(candidate, name) for candidate in candidates]
-        columns.append(torch.from_numpy(np.array(values, float)))
-    mode = reward_modes.get(REWARD_MODE, REWARD_MODE)
+        values = [math.nan if value is None else value for value in values]
+        columns.append(torch.tensor(values, dtype=torch.float64))
+    mode = REWARD_MODE if callable(REWARD_MODE) else reward_modes[REWARD_MODE]
     return mode(*columns)
 
 
@@ -380,10 +385,12 @@ class RCETrainer:
 
     def copy_candidates(self):
         """A run that continues from a checkpoint of another folder takes its candidates from there."""
+        if rank > 0 or not self.run.checkpoint:
+            return
         for number in range(1, self.state.round + 1):
             path = candidates_path(self.run.folder, number)
-            source = Path(self.run.checkpoint or path).parent / path.name
-            if rank == 0 and source.exists() and not path.exists():
+            source = self.run.checkpoint.parent / path.name
+            if source.exists() and not path.exists():
                 shutil.copy(source, path)
 
     def prepare_round(self):
@@ -391,36 +398,44 @@ class RCETrainer:
         signal stopped the mining."""
         state = self.state
         path = candidates_path(self.run.folder, state.round)
-        if not all_gather(path.exists())[0] and not self.mine(path):
+        is_mined = all_gather(path.exists())[0]  # as process 0 sees it
+        if not is_mined:
+            is_mined = self.mine(path)
+        if not is_mined:
             return False
         groups = read_candidates(path, self.train_rows)
+        # Those of the first round always: then pick_accuracy compares policies on the same candidates
         first_round = read_candidates(candidates_path(self.run.folder, 1), self.train_rows)
         self.validation_groups = [group for group in first_round if is_for_validation(group[0].row)]
         self.train_groups = []
         for group in groups:
             rewards = shaped_rewards(group)
-            is_equal = rewards.max() - rewards.min() <= 1e-6  # they do not say which candidate is better
-            if not is_equal and not is_for_validation(group[0].row):
+            if rewards.isnan().any():
+                lacks = f"a candidate of {group[0].row['id']} lacks what REWARD_MODE reads"
+                raise UserError(f"{path}: {lacks}, or a mode gives NaN")
+            rewards_differ = rewards.max() - rewards.min() > 1e-6  # equal ones teach nothing
+            if rewards_differ and not is_for_validation(group[0].row):
                 self.train_groups.append(group)
-        if state.round == 1 and not self.train_groups:
-            raise UserError(f"{path}: no prompt to train on has two candidates of unequal rewards")
-
         self.steps_per_epoch = math.ceil(len(self.train_groups) / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
         steps = NUM_EPOCHS * self.steps_per_epoch
         self.round_end = state.round_start + steps
-        rounds_left = self.rounds - state.round + 1  # they are taken to be as long as this one
+        # The schedules of TAU and the learning rate need the number of steps. Later rounds are not mined yet:
+        # they count as long as this one
+        rounds_left = self.rounds - state.round + 1
         planned = state.round_start + max(1, rounds_left * steps)  # a round of equal rewards has no step
         self.total_steps = min(planned, math.inf if MAX_STEPS is None else MAX_STEPS)
-        if state.step == state.round_start:  # else it was logged before the run was stopped
+        if state.step == state.round_start:  # a run that resumes within a round has logged it already
             figures = {"trained_prompts": len(self.train_groups), **check_up(groups)}
             self.run.write("metrics.jsonl", phase="mine", step=state.step, round=state.round, **figures)
             texts = [f"{name} {x:.3g}" for name, x in figures.items()]
             self.run.log(f"Check-up of {path}: " + "  ".join(texts))
+        if state.round == 1 and not self.train_groups and STAGE != "mine":
+            raise UserError(f"{path}: no prompt to train on has two candidates of unequal rewards")
         return True
 
     def next_batch(self):
-        """Returns the candidates of the step's prompts, see make_batch(), with their rewards and weights
-        (rows,). Each epoch has its own order."""
+        """Returns the candidates of the step's prompts, see make_batch(), with tau, their rewards and weights
+        (rows,), and prompt_weights, the weights of each prompt. Each epoch has its own order."""
         epoch, place = divmod(self.state.step - self.state.round_start - 1, self.steps_per_epoch)
         self.epoch = (self.state.round - 1) * NUM_EPOCHS + epoch + 1
         generator = torch.Generator().manual_seed(SEED + self.epoch)
@@ -465,25 +480,31 @@ class RCETrainer:
         """Writes the candidates of this round into the file `path`, and returns True; False if a signal
         stops it. Each BATCH_SIZE prompts have a file of their own until all are mined: a killed run
         continues."""
-        if STAGE == "train" or path == Path(CANDIDATES or "") or self.state.step > self.state.round_start:
+        is_given = CANDIDATES is not None and path == Path(CANDIDATES)
+        was_mined = self.state.step > self.state.round_start
+        if STAGE == "train" or is_given or was_mined:
             raise UserError(f"there is no file {path}: run STAGE=mine first, or correct CANDIDATES")
         # The next MINE_PROMPTS of a random order. Validation prompts are of use in the first round only
         order = torch.randperm(len(self.train_rows), generator=torch.Generator().manual_seed(SEED))
         count = min(MINE_PROMPTS or len(order), len(order))
-        rows = [self.train_rows[i] for i in order.roll(-count * (self.state.round - 1))[:count]]
+        first = count * (self.state.round - 1)
+        places = [
+            i % len(order) for i in range(first, first + count)
+        ]  # after the last prompt the first again
+        rows = [self.train_rows[i] for i in order[places]]
         rows = [row for row in rows if self.state.round == 1 or not is_for_validation(row)]
-        # Parts of another program, other data or other constants do not count
-        settings = constants()
+        # A part's name has a checksum of program, data and constants: parts of others are not taken
+        values = constants()
         for name in ("RESUME", "OUTPUT_DIR", "STAGE"):
-            del settings[name]
-        settings = repr([settings, self.run.facts["text"], self.run.facts["data"]])
-        mining = zlib.crc32(settings.encode())
+            del values[name]
+        settings = repr([values, self.run.facts["text"], self.run.facts["data"]])
+        checksum = zlib.crc32(settings.encode())
         files = []
         for first in range(0, len(rows), BATCH_SIZE):
-            files.append(path.with_suffix(".parts") / f"{first:08d}_{mining}.parquet")
+            files.append(path.with_suffix(".parts") / f"{first:08d}_{checksum}.parquet")
             if all_gather(files[-1].exists())[0]:
                 continue
-            self.seed_step(first + 1)
+            self.seed_step(first + 1)  # 0 is that of a training step
             records = self.mine_prompts(rows[first : first + BATCH_SIZE])
             if rank == 0:
                 write_parquet(records, files[-1])
@@ -510,33 +531,37 @@ class RCETrainer:
             candidate.logprob = logprob
         self.score_gold(candidates)
         self.verify(list(chain(*map(choose_verified, groups))))
-        # Right beside wrong candidates teach the most: verify all of a prompt where either is missing
+        # Without both a right and a wrong candidate a prompt teaches little: verify the rest as well
         others = []
         for group in groups:
-            if not {0, 1} <= {candidate.hard for candidate in group}:
+            hard = [candidate.hard for candidate in group]
+            if 0 not in hard or 1 not in hard:
                 others += [candidate for candidate in group if candidate.eval_mode == "unverified"]
         self.verify(others)
-        errors = [candidate.eval_error for candidate in candidates if candidate.eval_mode == "failed"]
+        own = [to_record(candidate) for candidate in candidates]
+        records = list(chain(*all_gather(own)))  # of all processes, by rank
+        errors = [record["eval_error"] for record in records if record["eval_failed"]]
+        if errors and len(errors) == len(records):
+            raise UserError(f"the reward failed for all candidates: {errors[0]}")
         if errors:
             self.run.log(f"WARNING: the reward failed for {len(errors)} candidates: {errors[0]}")
-        if errors and len(errors) == len(candidates):
-            raise UserError(f"the reward failed for all candidates: {errors[0]}")
-        return list(chain(*all_gather(list(map(to_record, candidates)))))
+        return records
 
     def propose(self, rows, uniform):
         """Returns the candidates of each prompt, one list per prompt. Equal ones are merged and list
         their sources. uniform (rows, GROUP_SIZE, MAX_NEW_TOKENS) decides the samples."""
         greedy = self.respond(rows, None)
-        difference = (all_logprobs(self.actor, greedy) - greedy.logprobs).sum(1).abs() / greedy.lengths
-        if not difference.sum() <= len(rows) * {"float32": 1e-3, "bfloat16": 0.05}[DTYPE]:  # or it is NaN
-            raise UserError(f"scoring and sampling differ: |log ratio| is {difference.mean():.2g} per token")
+        check_scoring(self.actor, greedy)
+        # Each is (number of the row, ids, source, temperature)
         proposals = [(i, ids, "greedy", None) for i, ids in enumerate(greedy.response_ids)]
         with autocast(self.device):
             beams = beam_search(self.actor, column(rows, "ids"), self.end_ids)
         for i, ids in enumerate(beams):
             proposals.append((i // BEAMS, ids, "beam", None))
         # Each sample of a prompt has its temperature: all are drawn in one go
-        temperatures = list(islice(cycle(map(float, SAMPLE_TEMPERATURES)), GROUP_SIZE)) * len(rows)
+        count = len(SAMPLE_TEMPERATURES)
+        of_prompt = [float(SAMPLE_TEMPERATURES[i % count]) for i in range(GROUP_SIZE)]
+        temperatures = of_prompt * len(rows)
         repeated = [row for row in rows for _ in range(GROUP_SIZE)]
         samples = self.respond(repeated, uniform.flatten(0, 1), temperatures)
         for i, ids in enumerate(samples.response_ids):
@@ -549,17 +574,19 @@ class RCETrainer:
 
         groups = [{} for _ in rows]  # {token ids: candidate} of each prompt
         for i, ids, source, temperature in proposals:
-            is_truncated = ids[-1] not in self.end_ids
-            text = self.tokenizer.decode(ids if is_truncated else ids[:-1])
-            new = Candidate(rows[i], ids, text, is_truncated)
-            candidate = groups[i].setdefault(tuple(ids), new)
+            key = tuple(ids)
+            if key not in groups[i]:
+                is_truncated = ids[-1] not in self.end_ids
+                text = self.tokenizer.decode(ids if is_truncated else ids[:-1])
+                groups[i][key] = Candidate(rows[i], ids, text, truncated=is_truncated)
+            candidate = groups[i][key]
             candidate.source.append(source)
             candidate.temperature.append(temperature)
         return [list(group.values()) for group in groups]
 
     def score_gold(self, candidates):
         """Sets gt_prob of each candidate, None if its row has no answer."""
-        candidates_of = defaultdict(list)  # each distinct reasoning and gold answer, by ids
+        candidates_of = defaultdict(list)  # {(row's id, reasoning, gold answer): candidates}, scored once
         for candidate in candidates:
             row = candidate.row
             if row["answer"] is None:
@@ -570,14 +597,13 @@ class RCETrainer:
             )
             for gold in golds:
                 candidates_of[row["id"], tuple(reasoning), tuple(gold)].append(candidate)
-        texts = []
+        to_score = []  # candidates by their row and ids only, as make_batch() takes them
         for (_, reasoning, gold), same in candidates_of.items():
-            texts.append(Candidate(same[0].row, [*reasoning, *gold]))
-        logprobs = all_logprobs(self.actor, make_batch(texts))
-        for key, text_logprobs in zip(candidates_of, logprobs):
-            _, reasoning, _ = key
-            for candidate in candidates_of[key]:
-                candidate.gt_prob += gold_probability(text_logprobs, len(reasoning))
+            to_score.append(Candidate(same[0].row, [*reasoning, *gold]))
+        logprobs = all_logprobs(self.actor, make_batch(to_score))
+        for (_, reasoning, _), same, gold_logprobs in zip(candidates_of, candidates_of.values(), logprobs):
+            for candidate in same:
+                candidate.gt_prob += gold_probability(gold_logprobs, len(reasoning))
 
     def verify(self, candidates):
         """Sets the rewards of candidates. All are scored in one call. If that raises, they are scored
@@ -608,8 +634,8 @@ class RCETrainer:
             candidate.hard = candidate.rewards[HARD_REWARD]
             candidate.soft = candidate.rewards[SOFT_REWARD]
             if candidate.hard not in (0, 1) or not 0 <= candidate.soft <= 1:
-                values = f"{candidate.hard} and {candidate.soft}"
-                raise UserError(f"HARD_REWARD gives 0 or 1, SOFT_REWARD 0 to 1, not {values}")
+                given = f"{candidate.hard} and {candidate.soft}"
+                raise UserError(f"HARD_REWARD gives 0 or 1, SOFT_REWARD 0 to 1, not {given}")
 
     # ------------------------------------------------------------ rewards
 
@@ -674,9 +700,11 @@ class RCETrainer:
         groups = share(self.validation_groups)
         logprobs = all_logprobs(self.actor, make_batch(list(chain(*groups)))).double().sum(1)
         hard = []
-        for group, group_logprobs in zip(groups, logprobs.split(list(map(len, groups)))):
+        sizes = [len(group) for group in groups]
+        for group, group_logprobs in zip(groups, logprobs.split(sizes)):
             hard.append(group[group_logprobs.argmax()].hard)
-        return {"pick_accuracy": np.mean(list(chain(*all_gather(hard)))).item()}
+        hard = list(chain(*all_gather(hard)))
+        return {"pick_accuracy": sum(hard) / len(hard)}
 
     def evaluate(self, prompts=None, answers=None):
         """Returns metrics of greedy and sampled responses to held-out prompts, or to `prompts` of yours."""
@@ -753,7 +781,7 @@ class RCETrainer:
         return metrics
 
     def log_evaluation(self, metrics):
-        """Logs what evaluate() returned. The policy with the highest pick_accuracy, or without
+        """Logs what validate() and evaluate() returned. The policy with the highest pick_accuracy, or without
         validation prompts the highest reward, is kept in best/."""
         state = self.state
         state.evaluation = metrics
@@ -1210,9 +1238,18 @@ def all_logprobs(model, batch):
     return result * batch.mask
 
 
+def check_scoring(model, batch):
+    """Refuses a model whose scoring gives other log-probabilities than its sampling gave: a wrong mask or
+    cache. batch: greedy responses."""
+    difference = (all_logprobs(model, batch) - batch.logprobs).sum(1).abs() / batch.lengths  # per token
+    tolerance = 1e-3 if DTYPE == "float32" else 0.05
+    if len(difference) > 0 and not difference.mean() <= tolerance:  # it may be NaN
+        raise UserError(f"scoring and sampling differ: |log ratio| is {difference.mean():.2g} per token")
+
+
 def make_batch(candidates):
-    """Returns a batch, as respond() does, of candidates: candidates, rows (lists), lengths (rows,), ids
-    and mask (rows, R)."""
+    """Returns candidates as a batch to score or train: candidates, rows (lists), lengths (rows,), ids and
+    mask (rows, R)."""
     batch = SimpleNamespace(candidates=candidates, rows=[candidate.row for candidate in candidates])
     batch.lengths = torch.tensor([len(candidate.token_ids) for candidate in candidates]).long()
     width = max(batch.lengths.tolist(), default=0)
@@ -1238,26 +1275,26 @@ def micro_batches(batch, rows, size):
 
 @dataclass
 class Candidate:
-    """A response that is proposed for a prompt."""
+    """A response that is proposed for a prompt. candidates_round_N.parquet has these fields as columns, but
+    prompt_id and prompt for the row, and reward/NAME for each of the rewards."""
 
-    row: dict  # of the data
-    token_ids: list  # with the end
-    text: str = ""
-    truncated: bool = False  # it was cut at MAX_NEW_TOKENS
-    source: list = field(default_factory=list)  # all that proposed it: greedy, beam, sample, reference
-    temperature: list = field(default_factory=list)  # of each source, None but for samples
-    logprob: float | None = None  # under the policy that mined it
-    gt_prob: float | None = None
-    eval_mode: str = "unverified"  # then verified or failed
-    eval_error: str | None = None
-    hard: float | None = None  # rewards, once it is verified
-    soft: float | None = None
-    rewards: dict = field(default_factory=dict)  # of each reward function
+    row: dict  # the prompt's row of the data, see make_row()
+    token_ids: list  # of the response, with its end token unless it is truncated
+    text: str = ""  # without the end token
+    truncated: bool = False  # cut at MAX_NEW_TOKENS
+    source: list = field(default_factory=list)  # each way it was proposed: greedy, beam, sample, reference
+    temperature: list = field(default_factory=list)  # of each of these; None unless it is a sample
+    logprob: float | None = None  # log pi(y | x), summed over tokens, under the policy that mined it
+    gt_prob: float | None = None  # see ANSWER_FORM; None: its prompt has no gold answer
+    eval_mode: str = "unverified"  # unverified | verified (scored) | failed (a reward function raised)
+    eval_error: str | None = None  # the exception, if it failed
+    hard: float | None = None  # HARD_REWARD, 0 or 1, once it is verified
+    soft: float | None = None  # SOFT_REWARD, 0 to 1, once it is verified
+    rewards: dict = field(default_factory=dict)  # {name: value} of each reward function
 
 
 def to_record(candidate):
-    """Returns what a file of candidates has of one: its fields, but prompt and prompt_id in place of
-    the row, and reward/NAME for each reward."""
+    """Returns a candidate as a row of a file, a dict."""
     record = {"prompt_id": candidate.row["id"], "prompt": prompt_text(candidate.row), **vars(candidate)}
     del record["row"], record["rewards"]
     record["eval_failed"] = candidate.eval_mode == "failed"
@@ -1284,22 +1321,25 @@ def beam_search(model, prompts, end_ids):
         logprobs[is_finished] = -math.inf
         logprobs[is_finished, end_ids[0]] = 0
         totals = scores.view(-1, 1) + logprobs  # (prompts * BEAMS, vocabulary)
-        scores, best = totals.view(len(prompts), -1).topk(BEAMS)
-        parents = (first_beams + best // logprobs.shape[1]).flatten()
+        scores, best = totals.view(len(prompts), -1).topk(BEAMS)  # of BEAMS * vocabulary continuations
+        beam, token = best // logprobs.shape[1], best % logprobs.shape[1]
+        parents = (first_beams + beam).flatten()
         decoder.select(parents)
-        ids = torch.cat([ids[parents], (best % logprobs.shape[1]).view(-1, 1)], 1)
+        ids = torch.cat([ids[parents], token.view(-1, 1)], 1)
     responses = []
     for response in ids.tolist():
-        length = next((t for t, token in enumerate(response, 1) if token in end_ids), len(response))
+        length = 1
+        while length < len(response) and response[length - 1] not in end_ids:
+            length += 1
         responses.append(response[:length])  # through the first end
     return responses
 
 
 def gold_after_reasoning(tokenizer, answer, response, end_id):
-    """Returns the reasoning of a response as ids, and the distinct gold answers after it, lists of ids.
-    With ANSWER_FORM = "#### {answer}" these are, say, "2 + 3 = 6\\n####" and " 5<eos>". What ends a
-    gold answer is the rest of ANSWER_FORM, else EOS: so none is the beginning of another, and
-    probabilities add up."""
+    """Returns the reasoning of a response as ids, and the distinct gold answers after it, lists of ids. With
+    ANSWER_FORM = "#### {answer}" these are, say, "2 + 3 = 6\n####" and " 5<eos>". After a gold answer stands
+    the rest of ANSWER_FORM or, if it has none, EOS. So none is the beginning of another: they exclude each
+    other, and their probabilities may be added."""
     mark, rest = ANSWER_FORM.split("{answer}")
     mark = mark.rstrip()
     golds = dict.fromkeys(gold.strip() for gold in gold_answers(answer) if gold.strip())
@@ -1307,19 +1347,27 @@ def gold_after_reasoning(tokenizer, answer, response, end_id):
     if mark:
         text = response.rpartition(mark)[0] if mark in response else response + "\n"
     texts = [text + mark, *(text + ANSWER_FORM.replace("{answer}", gold) for gold in golds)]
-    all_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    # A token may hold the end of the mark and the beginning of an answer, as "{-" of "\boxed{-5}" does.
-    # The reasoning ends before it for all gold answers
-    border = min(len(os.path.commonprefix([all_ids[0], ids])) for ids in all_ids)
+    reasoning, *answered = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    # A token may hold the end of the mark and the beginning of an answer, as "{-" of "\boxed{-5}" does. The
+    # reasoning ends before it for all gold answers
+    border = min([len(reasoning), *(common_length(reasoning, ids) for ids in answered)])
     end = [] if rest else [end_id]
-    return all_ids[0][:border], [ids[border:] + end for ids in all_ids[1:]]
+    return reasoning[:border], [ids[border:] + end for ids in answered]
+
+
+def common_length(first, second):
+    """Returns the number of equal items at the beginning of two lists."""
+    for number, (a, b) in enumerate(zip(first, second)):
+        if a != b:
+            return number
+    return min(len(first), len(second))
 
 
 def choose_verified(group):
     """Returns the candidates of a prompt that are verified first: the best VERIFY_TOP by PREFILTER, and
     VERIFY_RANDOM of the others."""
-    ranked = sorted(group, key=attrgetter(PREFILTER), reverse=True)  # ties stay as proposed
-    best = ranked[:VERIFY_TOP]
+    ranked = sorted(group, key=lambda candidate: -getattr(candidate, PREFILTER))  # ties stay as proposed
+    best = ranked[:VERIFY_TOP]  # None: all
     others = ranked[len(best) :]
     generator = random.Random(f"{SEED} {group[0].row['id']}")
     return best + generator.sample(others, min(VERIFY_RANDOM, len(others)))
@@ -1334,7 +1382,8 @@ def prompt_text(row):
 
 def is_for_validation(row):
     """Returns whether a prompt is for validation. Its text decides, so equal prompts fall on one side."""
-    return zlib.crc32(f"{SEED} {prompt_text(row)}".encode()) < VALIDATION_FRACTION * 2**32
+    hashed = zlib.crc32(f"{SEED} {prompt_text(row)}".encode())  # 0 to 2**32 - 1
+    return hashed < VALIDATION_FRACTION * 2**32
 
 
 def check_up(groups):
@@ -1417,9 +1466,8 @@ def check_keys(spec):
     if spec.get("type") == "hub":
         allowed |= {"name", "split"}
     if not {"path", "type", "input"} <= spec.keys() <= allowed:
-        raise ValueError(
-            f"a data set has path, type, input, output, on the hub name, split; not {list(spec)}"
-        )
+        keys = "path, type, input, output, and on the hub name, split"
+        raise ValueError(f"the keys are {keys}, not {list(spec)}")
 
 
 def prompt_and_answer(spec, record):
@@ -1744,11 +1792,13 @@ class Run:
         if not config.exists():
             return
         stale = list_checkpoints(self.folder)
-        mined = {path: path.stem[17:] for path in self.folder.glob("candidates_round_*.*")}
-        mined = {path: int(number) for path, number in mined.items() if number.isdecimal()}
-        mined.pop(Path(CANDIDATES or "").absolute(), None)
+        mined = {}  # {file or folder of candidates: its round}
+        for path in self.folder.glob("candidates_round_*.*"):
+            number = path.stem.removeprefix("candidates_round_")
+            if number.isdecimal() and path != Path(CANDIDATES or "").absolute():
+                mined[path] = int(number)
         if is_own:
-            stale = [path for path in stale if int(path.name[5:]) > state.step]
+            stale = [path for path in stale if int(path.name.removeprefix("step_")) > state.step]
             stale += [path for path, number in mined.items() if number > state.round]
         else:
             stale += [path for path, number in mined.items() if STAGE != "train" or number > 1]
@@ -1757,7 +1807,8 @@ class Run:
         if stale:
             state.best_score = -math.inf
             stale += [path.parent for path in self.folder.glob("best/*/config.json")]
-        for path in sorted(stale, key=config.__eq__):  # it goes last: a start without it moves nothing
+        stale.sort(key=lambda path: path == config)  # it goes last: a start without it moves nothing
+        for path in stale:
             moved = target / path.relative_to(self.folder)
             moved.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(path, moved)

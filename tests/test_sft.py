@@ -112,33 +112,6 @@ def test_thoughts_are_trained_if_the_template_shows_them(make_rows):
     assert row == f"{HI}{ASK}[Hm. Yes?{END}]"
 
 
-TRIMS = CHATML.replace("{{ m.content or '' }}", "{{ (m.content or '') | trim }}")
-COUNTS = CHATML.replace("{{ m.content or '' }}", "{{ m.content | length }} {{ m.content }}")
-
-
-@pytest.mark.parametrize("template, most", [(CHATML, 12), (TRIMS, 12), (COUNTS, 1000)])
-def test_a_long_chat_is_written_a_few_times_and_its_turns_are_where_they_are_one_by_one(
-    make, chat_policy, template, most
-):
-    """A template on whose words a mark would have an effect is asked for each turn."""
-    module = make(SFT).module
-    tokenizer = transformers.AutoTokenizer.from_pretrained(chat_policy(template))
-    messages = []
-    for number in range(40):
-        question = user("A" * (number % 3) + " B" + "\n" * (number % 2))
-        messages += [question, CALLS, {"role": "tool", "content": "3"}, bot(f" {number}\n")]
-    messages = list(map(module.read_message, messages))
-    text = module.render(tokenizer, messages)
-    numbers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    one_by_one = [module.find_turn(tokenizer, messages, n, text, None) for n in numbers]
-    written, apply = [], tokenizer.apply_chat_template
-    tokenizer.apply_chat_template = lambda *a, **options: written.append(1) or apply(*a, **options)
-    found = module.find_turns(tokenizer, messages, numbers, text, None)
-    assert len(found) == 80 and len(written) <= most
-    for (start, stop), (wanted, end) in zip(found, one_by_one):
-        assert start == wanted and text[end:stop].strip() in ("", f"{START}user", f"{START}tool")
-
-
 def test_the_answer_to_a_prompt_may_be_messages(make_rows):
     columns = {"input": "question", "output": "answer"}
     turns = [{**CALLS, "content": None}, RESULT, bot("3")]
