@@ -1,4 +1,4 @@
-"""GRPO and its family for language models, in one file: actor, rewards, a reference if wanted; no critic.
+"""GRPO and its family for language models, in one file: actor, rewards, optional reference, no critic.
 
 The GROUP_SIZE responses to a prompt, with scores s_i, are each other's baseline (2402.03300):
 
@@ -22,14 +22,14 @@ TOP_ENTROPY_FRACTION leaves out of L still count in its divisor. With k1 = log p
     k2            k1^2 / 2               the gradient of KL(pi || pi_ref)
     k3            exp(-k1) - 1 + k1      the gradient of KL(pi_ref || pi). That of k1 itself would be 0
 
-Shapes: rows = responses, those to one prompt being neighbours; P, R = tokens of the longest prompt, response.
+Shapes: rows = responses, grouped by prompt; P, R = tokens of the longest prompt and response.
 
     python grpo/grpo.py                         # edit the constants below, or give KEY=VALUE or @FILE
     python grpo/grpo.py ACTOR_MODEL=Qwen/Qwen2.5-0.5B-Instruct LEARNING_RATE=1e-6 DTYPE=bfloat16
     torchrun --nproc_per_node=4 grpo/grpo.py    # the same samples, the same update up to rounding
 
-Writes logs/, checkpoints step_N/, best/policy/ and two pictures into OUTPUT_DIR. A run that was stopped or
-killed continues from its last checkpoint, and ends with the same bytes.
+Writes logs/, checkpoints step_N/, best/policy/ and two pictures into OUTPUT_DIR. A run that was
+stopped or killed continues from its last checkpoint, and ends with the same bytes.
 
 To change      see                                       To change      see
 the loss       policy_loss, token_weights, kl_loss       the data       TRAIN_DATASETS, load_rows
@@ -77,10 +77,10 @@ from tqdm import tqdm
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-rank, world_size, local_rank = 0, 1, 0  # of this process under torchrun; rank 0 alone asks, writes and prints
+rank, world_size, local_rank = 0, 1, 0  # of this process; rank 0 alone asks, writes and prints
 if dist.is_torchelastic_launched():
-    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-ROOT = next((folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir()), None)
+    rank, world_size, local_rank = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+ROOT = next((path for path in Path(__file__).resolve().parents if (path / "rewards").is_dir()), None)
 if ROOT is None:
     sys.exit(f"{__file__}: copy the folder rewards/ of the repository beside this file, or above it")
 sys.path.insert(0, str(ROOT))
@@ -93,7 +93,7 @@ from rewards import UserError, call_reward, find_function, find_functions
 ACTOR_MODEL = f"{ROOT}/data/tiny/policy"
 REFERENCE_MODEL: str | None = None  # None: the initial actor. It is loaded if KL_COEF > 0
 REWARD_MODEL: str | None = None  # classifier with one label; None: reward functions alone
-LORA_RANK = 0  # 0: all weights are trained; > 0: LoRA adapters of this rank on all linear layers (2106.09685)
+LORA_RANK = 0  # 0: train all weights; > 0: LoRA adapters of this rank on all linear layers (2106.09685)
 LORA_ALPHA = 32.0  # an adapter's output is scaled by LORA_ALPHA / LORA_RANK
 DTYPE = "float32"  # float32 | bfloat16: autocast; trained weights and logits stay float32
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1
@@ -141,7 +141,7 @@ LEARNING_RATE = 1e-4
 MAX_GRAD_NORM = 1.0
 WEIGHT_DECAY = 0.0
 USE_LR_SCHEDULER = False
-LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0) | plateau (halves after 2 evaluations without gain)
+LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0) | plateau (halves if 2 evaluations bring no gain)
 WARMUP_STEPS = 0  # linear warm-up, with or without a scheduler
 
 # Algorithm
@@ -150,7 +150,7 @@ GROUP_EPOCHS = 1  # passes over each step's responses; elsewhere num_iterations
 MINI_BATCHES = 1  # optimizer steps per pass
 SCALE_REWARDS = "group"  # group | batch | none: whose standard deviation advantages are divided by
 LEAVE_ONE_OUT = False  # the baseline is the mean of the other responses (RLOO, 2402.14740)
-RESAMPLE_ZERO_VARIANCE_GROUPS = 0  # next batches that may replace such groups (dynamic sampling, 2503.14476)
+RESAMPLE_ZERO_VARIANCE_GROUPS = 0  # batches drawn to replace such groups (dynamic sampling, 2503.14476)
 CLIP_RANGE = 0.2  # gspo wants about 3e-4 (in bfloat16 with one optimizer step per rollout: rounding)
 CLIP_RANGE_HIGH: float | None = None  # None: CLIP_RANGE. DAPO takes 0.28, gspo about 4e-4, cispo about 4
 ENTROPY_COEF = 0.0
@@ -168,13 +168,13 @@ MAX_STEPS: int | None = 40  # the run ends here or after NUM_EPOCHS, whichever i
 SAVE_EVERY_N_STEPS = 25  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 10  # 0: only before the first and after the last step
-EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: all steps are run
+EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: no early stop
 EARLY_STOPPING_THRESHOLD = 0.0  # a smaller gain does not count for EARLY_STOPPING_PATIENCE
 LOG_SAMPLES = 4  # responses per step written to samples.jsonl
-RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or a run
+RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or run
 OUTPUT_DIR = f"{ROOT}/checkpoints/{Path(__file__).stem}"
 SEED = 1
-DETERMINISTIC = True  # kernels that add in a fixed order: the same run gives the same bytes; slower on a GPU
+DETERMINISTIC = True  # kernels add in a fixed order: the same run gives the same bytes; slower on a GPU
 USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, WANDB_MODE
 
 # ================================================================ the maths of GRPO
@@ -209,7 +209,8 @@ def has_zero_variance(scores):
 
 
 def overlong_penalty(lengths):
-    """Returns 0 for at most MAX_NEW_TOKENS - OVERLONG_BUFFER tokens, then up to OVERLONG_PENALTY, (rows,)."""
+    """Returns the penalty of each response, (rows,): 0 for at most MAX_NEW_TOKENS - OVERLONG_BUFFER
+    tokens, then it rises linearly to OVERLONG_PENALTY."""
     excess = lengths - (MAX_NEW_TOKENS - OVERLONG_BUFFER)
     return OVERLONG_PENALTY * (excess / max(1, OVERLONG_BUFFER)).clamp(0, 1)
 
@@ -227,7 +228,8 @@ def policy_loss(logprobs, old_logprobs, advantages, mask):
     """Returns l_t and rho_t of each token, two (rows, R). advantages (rows, 1) or (rows, R)."""
     log_ratio = ((logprobs - old_logprobs) * mask).clamp(max=80)  # exp() overflows above 88
     if LOSS_TYPE == "gspo":
-        log_ratio = (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(mask)
+        num_tokens = mask.sum(1, keepdim=True).clamp(min=1)
+        log_ratio = (log_ratio.sum(1, keepdim=True) / num_tokens).expand_as(mask)
     ratio = log_ratio.exp()
     high = 1 + (CLIP_RANGE_HIGH or CLIP_RANGE)
     if LOSS_TYPE == "cispo":
@@ -245,7 +247,7 @@ def kl_loss(logprobs, ref_logprobs):
 
 
 def grpo_stats(logprobs, old_logprobs, ratio, advantages):
-    """Returns what is logged of each token, a dict of (rows, R); their means are metrics. Add others here."""
+    """Returns {metric: its value for each token, (rows, R)}. The means are logged. Add others here."""
     log_ratio = (logprobs - old_logprobs).clamp(-20, 20)
     too_high = ratio > 1 + (CLIP_RANGE_HIGH or CLIP_RANGE)
     clipped = torch.where(advantages > 0, too_high, (ratio < 1 - CLIP_RANGE) & (advantages < 0))
@@ -255,7 +257,7 @@ def grpo_stats(logprobs, old_logprobs, ratio, advantages):
 
 
 def learning_rate_scale(steps_done, total, halvings):
-    """Returns the factor of the learning rate after steps_done steps: linear warm-up, then the schedule."""
+    """Returns the learning rate's factor after steps_done steps: linear warm-up, then the schedule."""
     if steps_done < WARMUP_STEPS:
         return (steps_done + 1) / WARMUP_STEPS
     if not USE_LR_SCHEDULER:
@@ -297,7 +299,8 @@ class GRPOTrainer:
         except (TypeError, AttributeError, NameError):
             raise  # a mistake in the program
         except Exception as error:  # the libraries raise many types
-            fault = f"a model of the constants or RESUME={self.run.checkpoint or RESUME} cannot be loaded"
+            resumed = self.run.checkpoint or RESUME
+            fault = f"a model of the constants or RESUME={resumed} cannot be loaded"
             raise UserError(f"{fault} ({type(error).__name__}: {first_line(error)})") from error
         self.reward_functions = find_functions(REWARD_FUNCTIONS)  # [(name, function, weight)]
         self.accuracy_function = find_function(ACCURACY_FUNCTION)
@@ -317,16 +320,18 @@ class GRPOTrainer:
         longest = max(map(len, column(rows, "ids"))) + MAX_NEW_TOKENS
         for model in filter(None, (self.actor, self.reference)):
             check_limits(model, chain(self.end_ids, *column(rows, "ids")), longest)
-        self.steps_per_epoch = math.ceil(len(self.train_rows) / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
+        prompts_per_step = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS
+        self.steps_per_epoch = math.ceil(len(self.train_rows) / prompts_per_step)
         steps = NUM_EPOCHS * self.steps_per_epoch
         self.total_steps = steps if MAX_STEPS is None else min(steps, MAX_STEPS)
         self.seconds = Counter()  # of the current step, by activity
 
     def load_models(self, checkpoint):
-        """The actor comes from the checkpoint if there is one, and so does a reference that follows it."""
+        """Loads the models. With a checkpoint the actor and a synced reference come from it."""
         causal = transformers.AutoModelForCausalLM
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(ACTOR_MODEL)
-        self.actor = load_trained(causal, ACTOR_MODEL, checkpoint and checkpoint / "policy").to(self.device)
+        saved = checkpoint and checkpoint / "policy"
+        self.actor = load_trained(causal, ACTOR_MODEL, saved).to(self.device)
         self.models = {"policy": self.actor}  # what a checkpoint holds
         self.reference = None
         if KL_COEF > 0 and LORA_RANK and not REFERENCE_MODEL:
@@ -334,7 +339,8 @@ class GRPOTrainer:
         elif KL_COEF > 0:
             synced = checkpoint / "reference" if checkpoint and REFERENCE_SYNC_STEPS else None
             path = synced or REFERENCE_MODEL or ACTOR_MODEL
-            self.reference = load_model(causal, path, is_trained=REFERENCE_SYNC_STEPS > 0).to(self.device)
+            self.reference = load_model(causal, path, is_trained=REFERENCE_SYNC_STEPS > 0)
+            self.reference.to(self.device)
         if REFERENCE_SYNC_STEPS:
             self.models["reference"] = self.reference
         if REWARD_MODEL:
@@ -353,7 +359,8 @@ class GRPOTrainer:
         """Trains until the last step, a signal, or patience ends it. Returns the last evaluation."""
         state = self.state
         self.run.open(state, self.is_over())  # opens the logs and catches signals
-        self.run.log(f"{len(self.train_rows)} prompts and {len(self.eval_rows)} held out, on {self.device}")
+        counts = f"{len(self.train_rows)} prompts and {len(self.eval_rows)} held out"
+        self.run.log(f"{counts}, on {self.device}")
         if not state.evaluation:
             self.log_evaluation(self.evaluate())
         while not self.is_over():  # the last step, no patience, or a signal
@@ -378,7 +385,7 @@ class GRPOTrainer:
         return state.evaluation
 
     def seed_step(self):
-        """Makes all random numbers of a step a function of its number: a checkpoint need not keep any."""
+        """Makes a step's random numbers a function of its number: a checkpoint need not keep any."""
         seed = (1_000_003 * SEED + self.state.step) % 2**32
         transformers.set_seed(seed)
         self.generator = torch.Generator().manual_seed(seed)
@@ -390,7 +397,7 @@ class GRPOTrainer:
         return self.run.signal > 0 or not has_patience or self.state.step >= self.total_steps
 
     def next_prompts(self):
-        """Returns the data's next prompts, fewer at the end of an epoch. Each epoch has its own order."""
+        """Returns the next prompts, fewer at the end of an epoch. Each epoch has its own order."""
         epoch, place = divmod(self.state.batches, self.steps_per_epoch)
         self.state.batches += 1
         generator = torch.Generator().manual_seed(SEED + epoch + 1)
@@ -398,8 +405,8 @@ class GRPOTrainer:
         return [self.train_rows[i] for i in order.split(BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)[place]]
 
     def rollout(self, prompts):
-        """Returns GROUP_SIZE scored responses per prompt, see respond(); each process samples its share."""
-        # Each process draws the numbers of all prompts: samples do not depend on how many processes there are
+        """Returns GROUP_SIZE scored responses per prompt, see respond(). A process samples its share."""
+        # Each process draws all prompts' numbers: samples do not depend on the number of processes
         uniform = torch.rand(len(prompts), GROUP_SIZE, MAX_NEW_TOKENS, generator=self.generator)
         rows = [row for row in share(prompts) for _ in range(GROUP_SIZE)]
         started = time.perf_counter()
@@ -424,14 +431,14 @@ class GRPOTrainer:
                         target[name][row] = value
 
     def respond(self, rows, uniform):
-        """Samples a response to each row of the data. uniform: (rows, MAX_NEW_TOKENS) numbers in [0, 1) that
+        """Samples a response to each row. uniform: numbers in [0, 1), (rows, MAX_NEW_TOKENS), that
         decide the tokens; None: the likeliest. Returns a batch on the CPU, whose fields come from
         respond             rows, texts, response_ids (lists); truncated, lengths (rows,); ids, logprobs,
                             entropies, mask (1: a token that the policy sampled) (rows, R)
         score               scores (rows,), reward_parts {name: (rows,)}, ref_logprobs (rows, R)
         compute_advantages  advantages (rows, 1) or (rows, R), trained (rows, R)
-        Override it for tools. Tokens that the policy did not sample have mask 0 and logprobs 0; they stand in
-        ids and response_ids and count in lengths. Batches are joined: all have R = MAX_NEW_TOKENS."""
+        Override it for tools. A token that the policy did not sample has mask 0 and logprobs 0, but is
+        in ids and response_ids and counts in lengths. Batches are joined: all have R = MAX_NEW_TOKENS."""
         batch = SimpleNamespace(rows=rows)
         batch.ids = torch.full((len(rows), MAX_NEW_TOKENS), self.end_ids[0])
         batch.logprobs, batch.entropies = torch.zeros(2, *batch.ids.shape)
@@ -504,7 +511,8 @@ class GRPOTrainer:
         for first in range(0, len(prompts), size):
             pairs = all_pairs[first : first + size]
             if is_decoder:
-                ids, mask = pad_left([encode(self.reward_tokenizer, *pair) for pair in pairs], self.device)
+                token_ids = [encode(self.reward_tokenizer, *pair) for pair in pairs]
+                ids, mask = pad_left(token_ids, self.device)
                 check_limits(model, ids.flatten().tolist(), ids.shape[1])
                 output = forward(model, ids, mask)
                 logits = head(model, output, output.last_hidden_state[:, -1])
@@ -516,7 +524,7 @@ class GRPOTrainer:
         return scores
 
     def compute_advantages(self, batch):
-        """Adds advantages, (rows, 1) or from an edit (rows, R), and trained: 1 where a token is trained."""
+        """Adds advantages, (rows, 1) or, if you edit it, (rows, R), and trained: 1 for tokens to train."""
         batch.advantages = group_advantages(batch.scores).unsqueeze(1)
         batch.trained = batch.mask.clone()
         if TOP_ENTROPY_FRACTION < 1:
@@ -526,7 +534,7 @@ class GRPOTrainer:
             batch.trained *= ~batch.truncated[:, None]
 
     def update(self, batch):
-        """Makes GROUP_EPOCHS passes of MINI_BATCHES optimizer steps. Returns the means of their metrics."""
+        """Makes GROUP_EPOCHS passes of MINI_BATCHES optimizer steps. Returns the means of the metrics."""
         scale = learning_rate_scale(self.state.step - 1, self.total_steps, self.state.halvings)
         set_learning_rate(self.optimizers["policy"], scale)
         step_metrics = []  # of each optimizer step
@@ -550,10 +558,11 @@ class GRPOTrainer:
         mismatch = step_metrics[0]["rollout_mismatch"]
         tolerance = 1e-4 if DTYPE == "float32" else 0.05
         if math.isnan(mismatch) or mismatch > tolerance:
-            raise UserError(f"update and rollout differ: |log ratio| is {mismatch:.2g} before the update")
+            fault = f"|log ratio| is {mismatch:.2g} before the update"
+            raise UserError(f"update and rollout differ: {fault}")
         metrics = {name: np.mean(column(step_metrics, name)).item() for name in step_metrics[0]}
         metrics |= {"rollout_mismatch": mismatch, "learning_rate": LEARNING_RATE * scale}
-        metrics["entropy"] = (batch.entropies.sum() / batch.mask.sum()).item()  # of the policy that sampled
+        metrics["entropy"] = (batch.entropies.sum() / batch.mask.sum()).item()  # of the sampling policy
         return metrics
 
     def optimizer_step(self, batch, rows, weights, is_first):
@@ -571,7 +580,7 @@ class GRPOTrainer:
             advantages = batch.advantages[micro, :width].to(self.device)
             sampled_logprobs = batch.logprobs[micro, :width].to(self.device)
             ref_logprobs = batch.ref_logprobs[micro, :width].to(self.device)
-            is_on_policy = is_first and LOSS_TYPE == "gspo"  # rounding in bfloat16 exceeds its clip range
+            is_on_policy = is_first and LOSS_TYPE == "gspo"  # bfloat16 rounding exceeds its clip range
             old_logprobs = logprobs.detach() if is_on_policy else sampled_logprobs
 
             policy_losses, ratio = policy_loss(logprobs, old_logprobs, advantages, mask)
@@ -600,7 +609,7 @@ class GRPOTrainer:
     # ------------------------------------------------------------ evaluation, logs, checkpoints
 
     def evaluate(self, prompts=None, answers=None):
-        """Returns metrics of greedy and sampled responses to held-out prompts, or to `prompts` of yours."""
+        """Returns metrics of greedy and sampled responses to held-out prompts, or to your `prompts`."""
         rows = self.eval_rows
         if prompts is not None:
             answers = answers or [None] * len(prompts)
@@ -634,7 +643,7 @@ class GRPOTrainer:
     def record(self, batch, metrics):
         """Logs the step's metrics, some of its responses, and its line on the terminal."""
         step = self.state.step
-        advantages = (batch.advantages * batch.mask).sum(1) / batch.mask.sum(1)  # the mean over the tokens
+        advantages = (batch.advantages * batch.mask).sum(1) / batch.mask.sum(1)  # means over tokens
         metrics = {
             "epoch": (max(step, self.state.batches) - 1) // self.steps_per_epoch + 1,
             **metrics,
@@ -645,7 +654,8 @@ class GRPOTrainer:
             **{f"seconds/{name}": seconds for name, seconds in self.seconds.items()},
         }
         self.run.write("metrics.jsonl", phase="train", step=step, **metrics)
-        for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
+        num_samples = min(LOG_SAMPLES, len(batch.rows))
+        for i in torch.linspace(0, len(batch.rows) - 1, num_samples).long().tolist():
             sample = {name: batch.rows[i][name] for name in ("id", "prompt", "answer")}
             sample |= {"response": batch.texts[i], "truncated": batch.truncated[i].item()}
             sample |= {"reward": batch.scores[i].item(), "advantage": advantages[i].item()}
@@ -688,7 +698,7 @@ class GRPOTrainer:
             self.save_best()
 
     def save_best(self):
-        """Writes best/policy/, with an adapter merged into the weights, so that it loads without PEFT."""
+        """Writes best/policy/. An adapter is merged into the weights, so that it loads without PEFT."""
         if rank > 0:
             return
         policy = self.actor
@@ -712,13 +722,13 @@ class GRPOTrainer:
                 model.save_pretrained(tmp / name)
             self.tokenizer.save_pretrained(tmp / "policy")
             optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
-            saved = {"state": vars(self.state), "optimizers": optimizers, "trained": self.trained_names()}
+            trained = self.trained_names()
+            saved = {"state": vars(self.state), "optimizers": optimizers, "trained": trained}
             torch.save(saved, tmp / "training_state.pt")
             shutil.copy(self.run.folder / "training_config.json", tmp / "run.json")
         for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
-            removed = old.rename(
-                f"{old}.tmp"
-            )  # a folder that is half deleted must not look like a checkpoint
+            # A folder that is half deleted must not look like a checkpoint
+            removed = old.rename(f"{old}.tmp")
             shutil.rmtree(removed)
         draw_grid(self.run.folder, "training_metrics_detailed.png")
         draw_grid(self.run.folder, f"{Path(__file__).stem}_metrics_with_entropy.png", PANELS)
@@ -736,9 +746,9 @@ class GRPOTrainer:
         """Restores state and optimizers; load_models() took the weights from the same folder."""
         saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
         if saved.get("trained") != self.trained_names():
-            raise UserError("the run trained other parameters, in another order, or by another optimizer")
+            raise UserError("the run trained other parameters, in another order or by another optimizer")
         for name, optimizer in self.optimizers.items():
-            moments = saved["optimizers"][name]["state"]  # the learning rate is that of the constants now
+            moments = saved["optimizers"][name]["state"]  # not the learning rate: the constants set it
             optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
         for name, value in saved["state"].items():
             tensor = getattr(self.state, name, None)
@@ -774,7 +784,7 @@ def load_model(auto_class, path, is_trained=False):
 
 
 def load_trained(auto_class, path, saved):
-    """Returns a model to train, from the folder `saved` of a checkpoint or else path, with LoRA's adapter."""
+    """Returns a model to train, with LoRA's adapter: from the checkpoint folder `saved`, or path."""
     if saved and (saved / "adapter_config.json").exists() != (LORA_RANK > 0):
         raise UserError(f"{saved} was trained with another LORA_RANK")
     if LORA_RANK == 0:
@@ -793,7 +803,7 @@ def load_trained(auto_class, path, saved):
         if saved:
             peft.set_peft_model_state_dict(model, peft.load_peft_weights(saved, "cpu"))
     if GRADIENT_CHECKPOINTING:
-        # Without transformers' gradient_checkpointing_enable(), which needs training mode and its dropout
+        # Not by transformers' gradient_checkpointing_enable(): it needs training mode, with dropout
         options = {"use_reentrant": False, "preserve_rng_state": False}
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):
@@ -819,7 +829,8 @@ def set_learning_rate(optimizer, scale):
 
 
 def clip_and_step(optimizers, sums, run):
-    """Adds up gradients over processes, steps if all is finite. sums: this process's metrics, 0-d tensors."""
+    """Adds up the gradients of all processes, and steps if all numbers are finite. sums: this process's
+    metrics, 0-d tensors. Returns the metrics of all processes."""
     norms = {}
     for name, optimizer in optimizers.items():
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -829,7 +840,7 @@ def clip_and_step(optimizers, sums, run):
             if world_size > 1:
                 dist.all_reduce(parameter.grad)
         norms[f"{name}_grad_norm"] = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
-    numbers = torch.stack([*sums.values(), *norms.values()]).tolist()  # here alone we wait for the device
+    numbers = torch.stack([*sums.values(), *norms.values()]).tolist()  # the only wait for the device
     sums_here = dict(zip(sums, numbers[: len(sums)]))
     metrics = dict(zip(norms, numbers[len(sums) :]))
     for sums_of_process in all_gather(sums_here):
@@ -866,21 +877,21 @@ def find_end_ids(model, tokenizer):
     if not isinstance(ends, list):
         ends = [ends]
     ends = [tokenizer.eos_token_id, *ends]
-    if tokenizer.chat_template:  # what follows the assistant's text in a chat begins with the end of a turn
+    if tokenizer.chat_template:  # the end of a turn follows the assistant's text
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "xyzzy"}]
         after = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("xyzzy")[2].strip()
         end_of_turn = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
         ends = [id for id in end_of_turn if id in tokenizer.added_tokens_decoder] + ends
     ends = [id for id in dict.fromkeys(ends) if id is not None]
     if not ends:
-        raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r} has no EOS token: set eos_token of its tokenizer")
+        raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r} has no EOS token: set its tokenizer's eos_token")
     model.generation_config.eos_token_id = ends
     return ends
 
 
 # ================================================================ sampling and scoring
-# Each distinct prompt is read once for all its rows (prefill). They continue from its keys and values:
-# in the rollout a token at a time (decode), in scoring all tokens at once, in the update with a gradient.
+# Each distinct prompt runs once for all its rows (prefill). They continue from its keys and values:
+# in the rollout token by token (decode), in scoring all tokens at once, in the update with a gradient.
 
 
 class Cache(transformers.DynamicCache):
@@ -900,7 +911,7 @@ class Cache(transformers.DynamicCache):
 
 
 def takes_4d_mask(model, cache):
-    """Returns whether all layers have full attention: it adds a mask (rows, 1, T, tokens) to its scores."""
+    """Returns whether all layers have full attention: it adds a mask (rows, 1, T, tokens) to scores."""
     config = model.config
     is_full = all(type(layer) is DynamicLayer for layer in cache.layers)
     return is_full and config._attn_implementation == "sdpa" and not getattr(config, "alibi", False)
@@ -947,9 +958,9 @@ def pad_left(rows, device):
 
 
 def prefill(model, prompts):
-    """Runs the model on the distinct ones of `prompts`, a list of ids for each row. Returns the cache, the
-    mask (rows, P) and the model's output without its head, whose last_hidden_state (rows, 1, width) is that
-    of the last token."""
+    """Runs the model once on each distinct prompt. prompts: a list of ids for each row. Returns the
+    cache, the mask (rows, P) and the model's output without its head, whose last_hidden_state
+    (rows, 1, width) is that of the last token."""
     prompts = list(map(tuple, prompts))
     distinct = list(dict.fromkeys(prompts))
     index_of = {prompt: index for index, prompt in enumerate(distinct)}
@@ -965,11 +976,11 @@ def prefill(model, prompts):
 
 
 class Decoder:
-    """Reads prompts, then a token of each row at a time. self.logits (rows, vocabulary) predict the
-    next.
+    """Reads prompts, then one token per row at a time. self.logits (rows, vocabulary) predict the next.
 
     If all layers have full attention, a token is written into memory that does not move. There a GPU
-    can run the kernels of a token as one CUDA graph: launching them one by one takes longer than they run."""
+    can run the kernels of a token as one CUDA graph: launching them one by one takes longer than
+    running them."""
 
     def __init__(self, model, prompts):
         self.model = model
@@ -993,10 +1004,10 @@ class Decoder:
         """Reads a token of each row, (rows,)."""
         if self.cache.place is not None and self.length == self.capacity:
             for layer in self.cache.layers:  # keys and values: (rows, heads, places, size)
-                free = layer.keys.new_zeros(*layer.keys.shape[:2], DECODE_BLOCK, layer.keys.shape[3])
-                layer.keys = torch.cat([layer.keys, free], 2)
-                free = layer.values.new_zeros(*layer.values.shape[:2], DECODE_BLOCK, layer.values.shape[3])
-                layer.values = torch.cat([layer.values, free], 2)
+                free = (*layer.keys.shape[:2], DECODE_BLOCK, layer.keys.shape[3])
+                layer.keys = torch.cat([layer.keys, layer.keys.new_zeros(free)], 2)
+                free = (*layer.values.shape[:2], DECODE_BLOCK, layer.values.shape[3])
+                layer.values = torch.cat([layer.values, layer.values.new_zeros(free)], 2)
             self.capacity += DECODE_BLOCK
             self.graph = None
         self.length += 1
@@ -1025,16 +1036,16 @@ class Decoder:
 
 
 def sample_tokens(probabilities, uniform):
-    """Returns one id per row, (rows,), where the cumulative distribution passes uniform (rows,) in [0, 1)."""
+    """Returns one id per row, (rows,): where the cumulative distribution passes uniform, (rows,)."""
     cumulative = probabilities.double().cumsum(-1)
     target = uniform.double().unsqueeze(1) * cumulative[:, -1:]  # their sum is 1 only up to rounding
-    # NaN would give an id beyond the vocabulary
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=probabilities.shape[1] - 1)
+    ids = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    return ids.clamp(max=probabilities.shape[1] - 1)  # NaN would give an id beyond the vocabulary
 
 
 @torch.no_grad()
 def generate(model, prompts, uniform, end_ids):
-    """Returns ids, their log-probabilities and entropies, (rows, MAX_NEW_TOKENS), arbitrary after an end."""
+    """Returns ids, log-probabilities and entropies, (rows, MAX_NEW_TOKENS), arbitrary after an end."""
     device = model.device
     decoder = Decoder(model, prompts)
     active = torch.arange(len(prompts), device=device)  # the rows that are not finished
@@ -1154,7 +1165,8 @@ def load_rows(specs, tokenizer):
     if len(kept) < len(rows) and rank == 0:
         print(f"left out {len(rows) - len(kept)} of {len(rows)} prompts, longer than MAX_PROMPT_TOKENS")
     if specs and not kept:
-        raise UserError(f"no prompt of {specs} has at most MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS} tokens")
+        limit = f"MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}"
+        raise UserError(f"no prompt of {specs} has at most {limit} tokens")
     return kept
 
 
@@ -1194,7 +1206,7 @@ def read_records(spec):
             yield from (json.loads(line) for line in text.split("\n") if line.strip())
     elif file_type == "csv":
         with open(path, encoding="utf-8-sig", newline="") as file:
-            yield from csv.DictReader(file, strict=True)  # strict: an open quote does not swallow the rest
+            yield from csv.DictReader(file, strict=True)  # strict: else an open quote swallows the rest
     elif file_type == "parquet":
         yield from pyarrow.parquet.read_table(path).to_pylist()
     elif file_type == "hub":
@@ -1215,7 +1227,7 @@ def without_nulls(value):
 
 
 def make_row(tokenizer, prompt, answer=None, row_id="the prompt", columns=None):
-    """Returns a row: id, prompt (text or chat), answer (text, texts or None), the data's columns, ids."""
+    """Returns a row: id, prompt (text or chat), answer (text, texts or None), columns, token ids."""
     golds = answer if isinstance(answer, list) else [answer]
     if any(isinstance(gold, (dict, list)) for gold in golds):
         raise ValueError(f"the answer {answer} is no text, number or list of them")
@@ -1223,22 +1235,24 @@ def make_row(tokenizer, prompt, answer=None, row_id="the prompt", columns=None):
     if not isinstance(answer, list):
         golds = golds[0] if golds else None
     ids = encode(tokenizer, prompt)
-    return {"id": row_id, "prompt": prompt, "answer": golds or None, "columns": columns or {}, "ids": ids}
+    row = {"id": row_id, "prompt": prompt, "answer": golds or None}
+    return row | {"columns": columns or {}, "ids": ids}
 
 
 def read_message(message):
-    """Returns a message of a chat, whose content is a text. Refuses what a chat template would misread."""
+    """Returns a chat's message, its content as a text. Refuses what a chat template would misread."""
     if not isinstance(message, dict):
         raise ValueError(f"a chat is a list of messages, not of {message!r:.80}")
     known = ["role", "content", "name", "tool_calls", "tool_call_id"]
-    message = {key: x for key, x in message.items() if x is not None}  # parquet and json fill absent keys
+    message = {key: x for key, x in message.items() if x is not None}  # None: an absent key
     content = message.get("content")
     if content is None and "tool_calls" in message:
         content = ""
     if isinstance(content, list) and all(set(part) == {"type", "text"} for part in content):
         content = "".join(column(content, "text"))
     if not isinstance(content, str) or not set(message) <= set(known):
-        raise ValueError(f"a message has {', '.join(known)}, and its content is a text: {message!r:.200}")
+        names = ", ".join(known)
+        raise ValueError(f"a message has {names}, and its content is a text: {message!r:.200}")
     if message.get("role") not in ("system", "developer", "user", "assistant", "tool"):
         raise ValueError(f"a message has an unknown role: {message!r:.200}")
     if "tool_calls" in message:
@@ -1259,7 +1273,7 @@ def read_call(call):
 
 
 def encode(tokenizer, prompt, response=None):
-    """Returns the ids of a prompt, a text or a chat, with its response if given, in the chat template."""
+    """Returns the ids of a prompt (text or chat) and its response, if given, in the chat template."""
     if isinstance(prompt, str) and prompt.strip():
         messages = [{"role": "user", "content": PROMPT_TEMPLATE.replace("{input}", prompt)}]
     elif isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt):
@@ -1273,7 +1287,8 @@ def encode(tokenizer, prompt, response=None):
     if tokenizer.chat_template:
         if response is not None:
             messages.append({"role": "assistant", "content": response})
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=response is None, tokenize=False)
+        options = {"add_generation_prompt": response is None, "tokenize": False}
+        text = tokenizer.apply_chat_template(messages, **options)
         text.encode()  # raises on half an emoji (a lone surrogate)
         for message in messages:
             if message["role"] in ("system", "user") and message["content"].strip() not in text:
@@ -1293,15 +1308,15 @@ def encode(tokenizer, prompt, response=None):
 
 
 def complete_columns(rows):
-    """Gives all rows the same columns, None where a data set has none: a reward function finds its columns in
-    any batch."""
+    """Gives all rows the same columns, with None where a data set lacks one: then a reward function
+    finds its columns in any batch."""
     names = {name for row in rows for name in row["columns"]}
     for row in rows:
         row["columns"] = {**dict.fromkeys(names), **row["columns"]}
 
 
 def check_answers(functions, rows):
-    """Refuses a row without an answer if a function of rewards/ needs one: then it raises for this row."""
+    """Refuses a row without an answer if a function of rewards/ raises for it, because it needs one."""
     row = next((row for row in rows if row["answer"] is None), None)
     for _, function, _ in functions:
         if row and getattr(function, "__module__", "") == "rewards":
@@ -1316,15 +1331,14 @@ def warn_of_data(train_rows, eval_rows, tokenizers):
         print(f"WARNING: {num_trained} of {len(eval_rows)} held-out prompts are also trained")
     num_open = sum(row["answer"] is None for row in eval_rows)
     if 0 < num_open < len(eval_rows) and rank == 0:
-        print(
-            f"WARNING: {num_open} of {len(eval_rows)} held-out prompts have no answer: no accuracy is logged"
-        )
+        counts = f"{num_open} of {len(eval_rows)} held-out prompts"
+        print(f"WARNING: {counts} have no answer: no accuracy is logged")
     texts = list(map(str, column(train_rows[:100], "prompt")))
     for name, tokenizer in tokenizers.items():
         ids = list(chain(*tokenizer(texts)["input_ids"]))
         unknown = ids.count(tokenizer.unk_token_id) / len(ids)
         if unknown > 0.1 and rank == 0:
-            print(f"WARNING: {unknown:.0%} of the prompts' tokens are unknown to the tokenizer of {name}")
+            print(f"WARNING: {unknown:.0%} of the prompt tokens are unknown to the tokenizer of {name}")
 
 
 def column(rows, field):
@@ -1346,7 +1360,7 @@ def join(batches):
 
 
 def reward_arguments(batch):
-    """Returns what reward functions take: prompts, responses, answers, and the data's columns by name."""
+    """Returns what reward functions take: prompts, responses, answers, and {column: values}."""
     names = {name for row in batch.rows for name in row["columns"]}
     names -= {"self", "prompts", "responses", "answers"}  # parameters of compute_rewards()
     columns = {name: [row["columns"].get(name) for row in batch.rows] for name in names}
@@ -1390,9 +1404,8 @@ def progress(items, unit):
     """Shows a progress bar on a terminal, which vanishes at the end."""
     if rank > 0:
         return items
-    return tqdm(
-        items, unit=f" {unit}", leave=False, file=sys.stdout, disable=None
-    )  # None: no terminal, no bar
+    # disable=None: without a terminal there is no bar
+    return tqdm(items, unit=f" {unit}", leave=False, file=sys.stdout, disable=None)
 
 
 # ================================================================ the run's files
@@ -1402,17 +1415,18 @@ class Run:
     """The files of one run in OUTPUT_DIR, which process 0 writes, and the signals that end the run."""
 
     def __init__(self, resume):
-        self.folder = Path(OUTPUT_DIR).absolute()  # once: a reward function may change the working directory
+        self.folder = Path(OUTPUT_DIR).absolute()  # once: a reward function may change directory
         self.logs = {}
         self.wandb = None
         self.signal = 0
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.lock = filelock.FileLock(f"{self.folder}.lock", is_singleton=True)
-        self.facts = {"file": __file__, "program": os.path.abspath(sys.argv[0]), "torch": torch.__version__}
+        self.facts = {"file": __file__, "program": os.path.abspath(sys.argv[0])}
         paths = {os.path.realpath(path) for path in (__file__, sys.argv[0], rewards.__file__)}
-        self.facts["text"] = digest(sorted(Path(path).read_bytes() for path in paths if Path(path).is_file()))
-        self.facts["processes"] = world_size
+        programs = [Path(path) for path in paths if Path(path).is_file()]
+        self.facts["text"] = digest(sorted(program.read_bytes() for program in programs))
+        self.facts |= {"torch": torch.__version__, "processes": world_size}
         checkpoint = None
         if rank == 0:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -1433,7 +1447,8 @@ class Run:
         self.outcome = "Nothing was left to do: complete" if is_complete else "Done"
         self.handlers = {}
         with suppress(ValueError):  # only the main thread gets signals
-            self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+            numbers = (signal.SIGINT, signal.SIGTERM)
+            self.handlers = {number: signal.signal(number, self.on_signal) for number in numbers}
         if rank > 0:
             return
         self.lock.acquire(timeout=0)  # a second train() has to take it again
@@ -1449,12 +1464,14 @@ class Run:
             file.truncate(min(file.tell(), state.log_sizes.get(name, 0)))
             self.logs[name] = file
         config = self.folder / "training_config.json"
-        config.with_suffix(".tmp").write_text(json.dumps(self.facts | {"constants": constants()}, indent=1))
+        facts = self.facts | {"constants": constants()}
+        config.with_suffix(".tmp").write_text(json.dumps(facts, indent=1))
         config.with_suffix(".tmp").rename(config)
         if USE_WANDB:
             import wandb  # slow
 
-            self.wandb = wandb.init(dir=self.folder, config=constants(), id=state.wandb_id, resume="allow")
+            options = {"dir": self.folder, "id": state.wandb_id, "resume": "allow"}
+            self.wandb = wandb.init(config=constants(), **options)
             state.wandb_id = self.wandb.id
 
     def compare(self, state, is_complete):
@@ -1493,7 +1510,8 @@ class Run:
         if is_own:
             stale = [path for path in stale if int(path.name.removeprefix("step_")) > state.step]
         else:
-            for pattern in "logs/*.jsonl logs/training_*.log *_metrics_*.png training_config.json".split():
+            patterns = "logs/*.jsonl logs/training_*.log *_metrics_*.png training_config.json"
+            for pattern in patterns.split():
                 stale += self.folder.glob(pattern)
         if stale:
             state.best_score = -math.inf
@@ -1523,7 +1541,9 @@ class Run:
 
     def write(self, name, **record):
         """Writes one line of JSON to a log. Numbers that are not finite become null: JSON has no NaN."""
-        record = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in record.items()}
+        for key, x in record.items():
+            if isinstance(x, float) and not math.isfinite(x):
+                record[key] = None
         if rank == 0:
             self.logs[name].write(json.dumps(record) + "\n")
         if self.wandb and name == "metrics.jsonl":
@@ -1547,13 +1567,15 @@ def choose_checkpoint(folder, resume):
     if resume not in ("ask", "yes", "no"):
         checkpoints = list_checkpoints(resume) or [Path(resume)]
         if not (checkpoints[-1] / "training_state.pt").exists():
-            raise UserError(f"RESUME = {resume!r} is not ask, yes, no, or the folder of a checkpoint or run")
+            allowed = "ask, yes, no, or the folder of a checkpoint or run"
+            raise UserError(f"RESUME = {resume!r} is not {allowed}")
     if resume == "yes" and not checkpoints:
         print(f"RESUME=yes: {folder} has no checkpoint, the run begins afresh", flush=True)
     if resume == "no" or not checkpoints:
         return None
     print(f"Found checkpoint: {checkpoints[-1]}", flush=True)
-    asks = resume == "ask" and world_size == 1 and sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()
+    has_terminal = sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()
+    asks = resume == "ask" and world_size == 1 and has_terminal
     if asks and not input("Resume training from it? (y/n): ").lower().startswith("y"):
         return None
     return checkpoints[-1]
@@ -1587,7 +1609,7 @@ PANELS = "accuracy_sampled reward entropy policy_loss policy_grad_norm zero_vari
 
 
 def draw_grid(folder, path, names=None):
-    """Draws a panel per metric: each training step faint, their rolling mean, and the evaluations' points."""
+    """Draws a panel per metric: training steps (faint), their rolling mean, and evaluations (points)."""
     records = [json.loads(line) for line in (folder / "logs/metrics.jsonl").read_text().splitlines()]
     names = [name for name in names or dict.fromkeys(chain(*records)) if name not in ("phase", "step")]
     names = [name for name in names if len({r.get(name) for r in records} - {None}) > 1]  # it varies
@@ -1622,7 +1644,8 @@ def first_line(error):
 
 def constants():
     """Returns every constant of this file by name, as JSON has it."""
-    values = {name: x for name, x in globals().items() if name.isupper() and name not in ("ROOT", "PANELS")}
+    names = [name for name in globals() if name.isupper() and name not in ("ROOT", "PANELS")]
+    values = {name: globals()[name] for name in names}
 
     def describe(x):  # a function by its name, an object without its address in memory
         if isinstance(x, partial):
@@ -1646,7 +1669,7 @@ def read_constants(path):
 
 
 def apply_overrides(arguments):
-    """Sets constants from KEY=VALUE arguments, or @FILE with one on each line, in the constants' types."""
+    """Sets constants from arguments, KEY=VALUE or @FILE with one per line. Each keeps its type."""
     for argument in arguments:
         if argument.startswith("@"):
             apply_overrides(read_constants(argument[1:]))
@@ -1654,10 +1677,11 @@ def apply_overrides(arguments):
         key, _, text = argument.partition("=")
         if key not in constants():
             near = difflib.get_close_matches(key.upper(), constants(), 1, 0.0)[0]
-            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file, such as {near}")
+            raise UserError(f"{argument!r} is not KEY=VALUE for a constant of this file, such as {near}")
         wanted = __annotations__.get(key, type(globals()[key]))  # a type such as int, or int | None
         value = os.path.expanduser(text).replace("{file}", Path(sys.argv[0]).stem)
-        value = re.sub(r"(?<!\\)\\n", "\n", value).replace(r"\\n", r"\n")  # \n is a line break, \\n is \n
+        # \n becomes a line break, and \\n becomes \n
+        value = re.sub(r"(?<!\\)\\n", "\n", value).replace(r"\\n", r"\n")
         if not isinstance(value, wanted) or text == "None":
             with suppress(ValueError, SyntaxError):
                 value = ast.literal_eval(text)
@@ -1675,7 +1699,8 @@ def check_numbers(counts):
         lowest = 1 if name in counts.split() else 0
         if type(value) not in (int, float) or name == "REWARD_MODEL_WEIGHT":
             continue
-        if not lowest <= value or (type(value) is int and value >= 2**63):  # NaN, and seeds beyond 64 bits
+        is_too_large = type(value) is int and value >= 2**63  # a seed has 64 bits
+        if not lowest <= value or is_too_large:  # NaN, too
             raise UserError(f"{name} = {value!r} is not a number from {lowest} on (or too large)")
 
 
@@ -1713,7 +1738,7 @@ def check_constants():
 
 
 def train_main():
-    """Exit codes: 0; 2: the user can correct it; 130, 143: a signal; 1, with a traceback: other errors."""
+    """Exit codes: 0; 2: the user can correct it; 130, 143: a signal; 1, with a traceback: the rest."""
     trainer = None
     try:
         apply_overrides(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""PPO for language models, in one file: actor, critic, reference, and a reward model or reward functions.
+"""PPO for language models, in one file: actor, critic, reference, reward model or reward functions.
 
 A response is an episode, a token is an action (arXiv 1909.08593, 1707.06347):
 
@@ -11,18 +11,18 @@ A response is an episode, a token is an action (arXiv 1909.08593, 1707.06347):
             + VALUE_LOSS_COEF mean_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old +- VALUE_CLIP_RANGE) - R_t)^2)
             - ENTROPY_COEF mean_t H(pi_t)
 
-pi_old and V_old are those of the rollout, pi and V of the update. t runs over the tokens that the policy
-wrote; tokens of a tool between them are skipped. mean_t is over all tokens of an optimizer step, whatever the
-size of a micro-batch. Actor and critic are two networks.
+pi_old and V_old are those of the rollout, pi and V of the update. t runs over the tokens that the
+policy wrote; tokens of a tool between them are skipped. mean_t is over all tokens of an optimizer
+step, whatever the size of a micro-batch. Actor and critic are two networks.
 
-Shapes: rows = responses, those to one prompt being neighbours; P, R = tokens of the longest prompt, response.
+Shapes: rows = responses, grouped by prompt; P, R = tokens of the longest prompt and response.
 
     python ppo/ppo.py                          # edit the constants below, or give KEY=VALUE or @FILE
     python ppo/ppo.py ACTOR_MODEL=Qwen/Qwen2.5-0.5B-Instruct REWARD_MODEL=None LEARNING_RATE=1e-6
-    torchrun --nproc_per_node=4 ppo/ppo.py     # samples as one process does, updates alike up to rounding
+    torchrun --nproc_per_node=4 ppo/ppo.py     # the same samples, the same update up to rounding
 
-Writes logs/, checkpoints step_N/, best/policy/ and two pictures into OUTPUT_DIR. A run that was stopped or
-killed continues from its last checkpoint, and ends with the same bytes.
+Writes logs/, checkpoints step_N/, best/policy/ and two pictures into OUTPUT_DIR. A run that was
+stopped or killed continues from its last checkpoint, and ends with the same bytes.
 
 To change      see                                       To change      see
 the loss       policy_loss, value_loss, optimizer_step   the data       TRAIN_DATASETS, load_rows
@@ -70,10 +70,10 @@ from tqdm import tqdm
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-rank, world_size, local_rank = 0, 1, 0  # of this process under torchrun; rank 0 alone asks, writes and prints
+rank, world_size, local_rank = 0, 1, 0  # of this process; rank 0 alone asks, writes and prints
 if dist.is_torchelastic_launched():
-    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-ROOT = next((folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir()), None)
+    rank, world_size, local_rank = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+ROOT = next((path for path in Path(__file__).resolve().parents if (path / "rewards").is_dir()), None)
 if ROOT is None:
     sys.exit(f"{__file__}: copy the folder rewards/ of the repository beside this file, or above it")
 sys.path.insert(0, str(ROOT))
@@ -86,7 +86,7 @@ from rewards import UserError, call_reward, find_function, find_functions
 ACTOR_MODEL = f"{ROOT}/data/tiny/policy"
 CRITIC_MODEL: str | None = None  # None: the actor's weights. A value head that is missing starts at 0
 REWARD_MODEL: str | None = f"{ROOT}/data/tiny/reward_model"  # classifier with one label; or None
-LORA_RANK = 0  # 0: all weights are trained; > 0: LoRA adapters of this rank on all linear layers (2106.09685)
+LORA_RANK = 0  # 0: train all weights; > 0: LoRA adapters of this rank on all linear layers (2106.09685)
 LORA_ALPHA = 32.0  # an adapter's output is scaled by LORA_ALPHA / LORA_RANK
 DTYPE = "float32"  # float32 | bfloat16: autocast; trained weights and logits stay float32
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1
@@ -134,7 +134,7 @@ CRITIC_LEARNING_RATE = 5e-4
 MAX_GRAD_NORM = 1.0  # actor and critic are clipped separately
 WEIGHT_DECAY = 0.0
 USE_LR_SCHEDULER = False
-LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0) | plateau (halves after 2 evaluations without gain)
+LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0) | plateau (halves if 2 evaluations bring no gain)
 WARMUP_STEPS = 0  # linear warm-up, with or without a scheduler
 
 # Algorithm
@@ -146,11 +146,11 @@ VALUE_CLIP_RANGE = 0.2  # 0: values are not clipped
 VALUE_LOSS_COEF = 0.5
 ENTROPY_COEF = 0.0
 KL_COEF = 0.01  # coefficient of the KL penalty per token; 0: no reference model is loaded
-KL_TARGET: float | None = None  # nats per token: adapts KL_COEF (1909.08593, section 2.2); None: constant
+KL_TARGET: float | None = None  # nats per token: adapts KL_COEF (1909.08593); None: constant
 KL_HORIZON = 10000  # responses; larger: KL_COEF adapts more slowly
 GAMMA = 1.0
 LAM = 0.95  # 1: Monte-Carlo returns minus values
-CRITIC_LAM = 1.0  # lambda of the critic's targets; 1: the discounted sum of the rewards (VC-PPO, 2503.01491)
+CRITIC_LAM = 1.0  # lambda of the critic's targets; 1: discounted sum of rewards (VC-PPO, 2503.01491)
 CRITIC_WARMUP_STEPS = 0  # the first so many steps train the critic alone (2503.01491)
 WHITEN_ADVANTAGES = True
 
@@ -160,13 +160,13 @@ MAX_STEPS: int | None = 50  # the run ends here or after NUM_EPOCHS, whichever i
 SAVE_EVERY_N_STEPS = 25  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 10  # 0: only before the first and after the last step
-EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: all steps are run
+EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: no early stop
 EARLY_STOPPING_THRESHOLD = 0.0  # a smaller gain does not count for EARLY_STOPPING_PATIENCE
 LOG_SAMPLES = 4  # responses per step written to samples.jsonl
-RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or a run
+RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or run
 OUTPUT_DIR = f"{ROOT}/checkpoints/{Path(__file__).stem}"
 SEED = 1
-DETERMINISTIC = True  # kernels that add in a fixed order: the same run gives the same bytes; slower on a GPU
+DETERMINISTIC = True  # kernels add in a fixed order: the same run gives the same bytes; slower on a GPU
 USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, WANDB_MODE
 
 # ================================================================ the maths of PPO
@@ -228,8 +228,8 @@ def policy_loss(logprobs, old_logprobs, advantages):
 
 
 def value_loss(values, old_values, returns):
-    """Returns half the larger of two squared errors of each token, (rows, R): of the value, and of the value
-    kept within VALUE_CLIP_RANGE of the rollout's."""
+    """Returns half the larger of two squared errors of each token, (rows, R): of the value, and of the
+    value kept within VALUE_CLIP_RANGE of the rollout's."""
     clipped = values
     if VALUE_CLIP_RANGE > 0:
         clipped = old_values + (values - old_values).clamp(-VALUE_CLIP_RANGE, VALUE_CLIP_RANGE)
@@ -237,7 +237,7 @@ def value_loss(values, old_values, returns):
 
 
 def ppo_stats(logprobs, old_logprobs, advantages):
-    """Returns what is logged of each token, a dict of (rows, R); their means are metrics. Add others here."""
+    """Returns {metric: its value for each token, (rows, R)}. The means are logged. Add others here."""
     log_ratio = (logprobs - old_logprobs).clamp(-20, 20)
     ratio = log_ratio.exp()
     too_high = ratio > 1 + (CLIP_RANGE_HIGH or CLIP_RANGE)
@@ -255,7 +255,7 @@ def adapt_kl_coef(kl_coef, kl, num_responses):
 
 
 def learning_rate_scale(steps_done, total, halvings):
-    """Returns the factor of the learning rate after steps_done steps: linear warm-up, then the schedule."""
+    """Returns the learning rate's factor after steps_done steps: linear warm-up, then the schedule."""
     if steps_done < WARMUP_STEPS:
         return (steps_done + 1) / WARMUP_STEPS
     if not USE_LR_SCHEDULER:
@@ -297,7 +297,8 @@ class PPOTrainer:
         except (TypeError, AttributeError, NameError):
             raise  # a mistake in the program
         except Exception as error:  # the libraries raise many types
-            fault = f"a model of the constants or RESUME={self.run.checkpoint or RESUME} cannot be loaded"
+            resumed = self.run.checkpoint or RESUME
+            fault = f"a model of the constants or RESUME={resumed} cannot be loaded"
             raise UserError(f"{fault} ({type(error).__name__}: {first_line(error)})") from error
         if not KL_TARGET:
             self.state.kl_coef = KL_COEF  # a checkpoint may have another
@@ -319,7 +320,8 @@ class PPOTrainer:
         longest = max(map(len, column(rows, "ids"))) + MAX_NEW_TOKENS
         for model in (self.actor, self.critic):
             check_limits(model, chain(self.end_ids, *column(rows, "ids")), longest)
-        self.steps_per_epoch = math.ceil(len(self.train_rows) / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
+        prompts_per_step = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS
+        self.steps_per_epoch = math.ceil(len(self.train_rows) / prompts_per_step)
         steps = NUM_EPOCHS * self.steps_per_epoch
         self.total_steps = steps if MAX_STEPS is None else min(steps, MAX_STEPS)
         self.seconds = Counter()  # of the current step, by activity
@@ -329,7 +331,8 @@ class PPOTrainer:
         causal = transformers.AutoModelForCausalLM
         classifier = transformers.AutoModelForSequenceClassification
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(ACTOR_MODEL)
-        self.actor = load_trained(causal, ACTOR_MODEL, checkpoint and checkpoint / "policy").to(self.device)
+        saved = checkpoint and checkpoint / "policy"
+        self.actor = load_trained(causal, ACTOR_MODEL, saved).to(self.device)
         saved_critic = checkpoint and checkpoint / "critic"
         self.critic = load_trained(classifier, CRITIC_MODEL or ACTOR_MODEL, saved_critic).to(self.device)
         self.models = {"policy": self.actor, "critic": self.critic}  # what a checkpoint holds
@@ -354,7 +357,8 @@ class PPOTrainer:
         """Trains until the last step, a signal, or patience ends it. Returns the last evaluation."""
         state = self.state
         self.run.open(state, self.is_over())  # opens the logs and catches signals
-        self.run.log(f"{len(self.train_rows)} prompts and {len(self.eval_rows)} held out, on {self.device}")
+        counts = f"{len(self.train_rows)} prompts and {len(self.eval_rows)} held out"
+        self.run.log(f"{counts}, on {self.device}")
         if not state.evaluation:
             self.log_evaluation(self.evaluate())
         while not self.is_over():  # the last step, no patience, or a signal
@@ -379,7 +383,7 @@ class PPOTrainer:
         return state.evaluation
 
     def seed_step(self):
-        """Makes all random numbers of a step a function of its number: a checkpoint need not keep any."""
+        """Makes a step's random numbers a function of its number: a checkpoint need not keep any."""
         seed = (1_000_003 * SEED + self.state.step) % 2**32
         transformers.set_seed(seed)
         self.generator = torch.Generator().manual_seed(seed)
@@ -398,8 +402,8 @@ class PPOTrainer:
         return [self.train_rows[i] for i in order.split(BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)[place]]
 
     def rollout(self, prompts):
-        """Returns GROUP_SIZE scored responses per prompt, see respond(); each process samples its share."""
-        # Each process draws the numbers of all prompts: samples do not depend on how many processes there are
+        """Returns GROUP_SIZE scored responses per prompt, see respond(). A process samples its share."""
+        # Each process draws all prompts' numbers: samples do not depend on the number of processes
         uniform = torch.rand(len(prompts), GROUP_SIZE, MAX_NEW_TOKENS, generator=self.generator)
         rows = [row for row in share(prompts) for _ in range(GROUP_SIZE)]
         started = time.perf_counter()
@@ -411,15 +415,15 @@ class PPOTrainer:
         return join(all_gather(batch))
 
     def respond(self, rows, uniform):
-        """Samples a response to each row of the data. uniform: (rows, MAX_NEW_TOKENS) numbers in [0, 1) that
+        """Samples a response to each row. uniform: numbers in [0, 1), (rows, MAX_NEW_TOKENS), that
         decide the tokens; None: the likeliest. Returns a batch on the CPU, whose fields come from
         respond             rows, texts, response_ids (lists); truncated, lengths (rows,); ids, logprobs,
                             entropies, mask (1: a token that the policy sampled) (rows, R)
         score               scores (rows,), reward_parts {name: (rows,)}; values (V_old), ref_logprobs
                             (rows, R)
         compute_advantages  raw_advantages, advantages, returns (the critic's targets) (rows, R)
-        Override it for tools. Tokens that the policy did not sample have mask 0 and logprobs 0; they stand in
-        ids and response_ids and count in lengths. Batches are joined: all have R = MAX_NEW_TOKENS."""
+        Override it for tools. A token that the policy did not sample has mask 0 and logprobs 0, but is
+        in ids and response_ids and counts in lengths. Batches are joined: all have R = MAX_NEW_TOKENS."""
         batch = SimpleNamespace(rows=rows)
         batch.ids = torch.full((len(rows), MAX_NEW_TOKENS), self.end_ids[0])
         batch.logprobs, batch.entropies = torch.zeros(2, *batch.ids.shape)
@@ -493,7 +497,8 @@ class PPOTrainer:
         for first in range(0, len(prompts), size):
             pairs = all_pairs[first : first + size]
             if is_decoder:
-                ids, mask = pad_left([encode(self.reward_tokenizer, *pair) for pair in pairs], self.device)
+                token_ids = [encode(self.reward_tokenizer, *pair) for pair in pairs]
+                ids, mask = pad_left(token_ids, self.device)
                 check_limits(model, ids.flatten().tolist(), ids.shape[1])
                 output = forward(model, ids, mask)
                 logits = head(model, output, output.last_hidden_state[:, -1])
@@ -514,7 +519,7 @@ class PPOTrainer:
             batch.advantages = whiten(batch.raw_advantages, batch.mask)
 
     def update(self, batch):
-        """Makes GROUP_EPOCHS passes of MINI_BATCHES optimizer steps. Returns the means of their metrics."""
+        """Makes GROUP_EPOCHS passes of MINI_BATCHES optimizer steps. Returns the means of the metrics."""
         scale = learning_rate_scale(self.state.step - 1, self.total_steps, self.state.halvings)
         set_learning_rate(self.optimizers["policy"], scale)
         set_learning_rate(self.optimizers["critic"], scale)
@@ -530,10 +535,11 @@ class PPOTrainer:
         mismatch = step_metrics[0]["rollout_mismatch"]
         tolerance = 1e-4 if DTYPE == "float32" else 0.05
         if math.isnan(mismatch) or mismatch > tolerance:
-            raise UserError(f"update and rollout differ: |log ratio| is {mismatch:.2g} before the update")
+            fault = f"|log ratio| is {mismatch:.2g} before the update"
+            raise UserError(f"update and rollout differ: {fault}")
         metrics = {name: np.mean(column(step_metrics, name)).item() for name in step_metrics[0]}
         metrics |= {"rollout_mismatch": mismatch, "learning_rate": LEARNING_RATE * scale}
-        metrics["entropy"] = (batch.entropies.sum() / batch.mask.sum()).item()  # of the policy that sampled
+        metrics["entropy"] = (batch.entropies.sum() / batch.mask.sum()).item()  # of the sampling policy
         # kl: of that policy to the reference. approx_kl: of that policy to the updated one
         if KL_COEF > 0:
             log_ratio = (batch.logprobs - batch.ref_logprobs).clamp(-20, 20)
@@ -582,7 +588,7 @@ class PPOTrainer:
     # ------------------------------------------------------------ evaluation, logs, checkpoints
 
     def evaluate(self, prompts=None, answers=None):
-        """Returns metrics of greedy and sampled responses to held-out prompts, or to `prompts` of yours."""
+        """Returns metrics of greedy and sampled responses to held-out prompts, or to your `prompts`."""
         rows = self.eval_rows
         if prompts is not None:
             answers = answers or [None] * len(prompts)
@@ -631,16 +637,18 @@ class PPOTrainer:
             **{f"seconds/{name}": seconds for name, seconds in self.seconds.items()},
         }
         self.run.write("metrics.jsonl", phase="train", step=step, **metrics)
-        for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
+        num_samples = min(LOG_SAMPLES, len(batch.rows))
+        for i in torch.linspace(0, len(batch.rows) - 1, num_samples).long().tolist():
             sample = {name: batch.rows[i][name] for name in ("id", "prompt", "answer")}
             sample |= {"response": batch.texts[i], "truncated": batch.truncated[i].item()}
             self.run.write("samples.jsonl", step=step, **sample, reward=batch.scores[i].item())
         eta = timedelta(seconds=round(sum(self.seconds.values()) * (self.total_steps - step)))
         self.run.log(
             f"Epoch {metrics['epoch']}/{NUM_EPOCHS}: PL:{metrics['policy_loss']:.4f} "
-            f"VL:{metrics['value_loss']:.4f} R:{metrics['reward']:.2f} A:{metrics['advantage_mean']:.2f} "
-            f"E:{metrics['entropy']:.3f} LR:{metrics['learning_rate']:.2e} "
-            f"EV:{metrics['explained_variance']:.2f}  step {step}/{self.total_steps}, {eta} left"
+            f"VL:{metrics['value_loss']:.4f} R:{metrics['reward']:.2f} "
+            f"A:{metrics['advantage_mean']:.2f} E:{metrics['entropy']:.3f} "
+            f"LR:{metrics['learning_rate']:.2e} EV:{metrics['explained_variance']:.2f}  "
+            f"step {step}/{self.total_steps}, {eta} left"
         )
 
     def response_metrics(self, batch):
@@ -674,7 +682,7 @@ class PPOTrainer:
             self.save_best()
 
     def save_best(self):
-        """Writes best/policy/, with an adapter merged into the weights, so that it loads without PEFT."""
+        """Writes best/policy/. An adapter is merged into the weights, so that it loads without PEFT."""
         if rank > 0:
             return
         policy = self.actor
@@ -698,13 +706,13 @@ class PPOTrainer:
                 model.save_pretrained(tmp / name)
             self.tokenizer.save_pretrained(tmp / "policy")
             optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
-            saved = {"state": vars(self.state), "optimizers": optimizers, "trained": self.trained_names()}
+            trained = self.trained_names()
+            saved = {"state": vars(self.state), "optimizers": optimizers, "trained": trained}
             torch.save(saved, tmp / "training_state.pt")
             shutil.copy(self.run.folder / "training_config.json", tmp / "run.json")
         for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
-            removed = old.rename(
-                f"{old}.tmp"
-            )  # a folder that is half deleted must not look like a checkpoint
+            # A folder that is half deleted must not look like a checkpoint
+            removed = old.rename(f"{old}.tmp")
             shutil.rmtree(removed)
         draw_grid(self.run.folder, "training_metrics_detailed.png")
         draw_grid(self.run.folder, f"{Path(__file__).stem}_metrics_with_entropy.png", PANELS)
@@ -722,9 +730,9 @@ class PPOTrainer:
         """Restores state and optimizers; load_models() took the weights from the same folder."""
         saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
         if saved.get("trained") != self.trained_names():
-            raise UserError("the run trained other parameters, in another order, or by another optimizer")
+            raise UserError("the run trained other parameters, in another order or by another optimizer")
         for name, optimizer in self.optimizers.items():
-            moments = saved["optimizers"][name]["state"]  # the learning rate is that of the constants now
+            moments = saved["optimizers"][name]["state"]  # not the learning rate: the constants set it
             optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
         for name, value in saved["state"].items():
             tensor = getattr(self.state, name, None)
@@ -765,7 +773,7 @@ def load_model(auto_class, path, is_trained=False, is_critic=False):
 
 
 def load_trained(auto_class, path, saved):
-    """Returns a model to train, from the folder `saved` of a checkpoint or else path, with LoRA's adapter."""
+    """Returns a model to train, with LoRA's adapter: from the checkpoint folder `saved`, or path."""
     is_critic = auto_class is transformers.AutoModelForSequenceClassification
     if saved and (saved / "adapter_config.json").exists() != (LORA_RANK > 0):
         raise UserError(f"{saved} was trained with another LORA_RANK")
@@ -786,7 +794,7 @@ def load_trained(auto_class, path, saved):
         if saved:
             peft.set_peft_model_state_dict(model, peft.load_peft_weights(saved, "cpu"))
     if GRADIENT_CHECKPOINTING:
-        # Without transformers' gradient_checkpointing_enable(), which needs training mode and its dropout
+        # Not by transformers' gradient_checkpointing_enable(): it needs training mode, with dropout
         options = {"use_reentrant": False, "preserve_rng_state": False}
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):
@@ -812,7 +820,8 @@ def set_learning_rate(optimizer, scale):
 
 
 def clip_and_step(optimizers, sums, run):
-    """Adds up gradients over processes, steps if all is finite. sums: this process's metrics, 0-d tensors."""
+    """Adds up the gradients of all processes, and steps if all numbers are finite. sums: this process's
+    metrics, 0-d tensors. Returns the metrics of all processes."""
     norms = {}
     for name, optimizer in optimizers.items():
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -822,7 +831,7 @@ def clip_and_step(optimizers, sums, run):
             if world_size > 1:
                 dist.all_reduce(parameter.grad)
         norms[f"{name}_grad_norm"] = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
-    numbers = torch.stack([*sums.values(), *norms.values()]).tolist()  # here alone we wait for the device
+    numbers = torch.stack([*sums.values(), *norms.values()]).tolist()  # the only wait for the device
     sums_here = dict(zip(sums, numbers[: len(sums)]))
     metrics = dict(zip(norms, numbers[len(sums) :]))
     for sums_of_process in all_gather(sums_here):
@@ -859,21 +868,21 @@ def find_end_ids(model, tokenizer):
     if not isinstance(ends, list):
         ends = [ends]
     ends = [tokenizer.eos_token_id, *ends]
-    if tokenizer.chat_template:  # what follows the assistant's text in a chat begins with the end of a turn
+    if tokenizer.chat_template:  # the end of a turn follows the assistant's text
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "xyzzy"}]
         after = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("xyzzy")[2].strip()
         end_of_turn = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
         ends = [id for id in end_of_turn if id in tokenizer.added_tokens_decoder] + ends
     ends = [id for id in dict.fromkeys(ends) if id is not None]
     if not ends:
-        raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r} has no EOS token: set eos_token of its tokenizer")
+        raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r} has no EOS token: set its tokenizer's eos_token")
     model.generation_config.eos_token_id = ends
     return ends
 
 
 # ================================================================ sampling and scoring
-# Each distinct prompt is read once for all its rows (prefill). They continue from its keys and values:
-# in the rollout a token at a time (decode), in scoring all tokens at once, in the update with a gradient.
+# Each distinct prompt runs once for all its rows (prefill). They continue from its keys and values:
+# in the rollout token by token (decode), in scoring all tokens at once, in the update with a gradient.
 
 
 class Cache(transformers.DynamicCache):
@@ -893,7 +902,7 @@ class Cache(transformers.DynamicCache):
 
 
 def takes_4d_mask(model, cache):
-    """Returns whether all layers have full attention: it adds a mask (rows, 1, T, tokens) to its scores."""
+    """Returns whether all layers have full attention: it adds a mask (rows, 1, T, tokens) to scores."""
     config = model.config
     is_full = all(type(layer) is DynamicLayer for layer in cache.layers)
     return is_full and config._attn_implementation == "sdpa" and not getattr(config, "alibi", False)
@@ -940,9 +949,9 @@ def pad_left(rows, device):
 
 
 def prefill(model, prompts):
-    """Runs the model on the distinct ones of `prompts`, a list of ids for each row. Returns the cache, the
-    mask (rows, P) and the model's output without its head, whose last_hidden_state (rows, 1, width) is that
-    of the last token."""
+    """Runs the model once on each distinct prompt. prompts: a list of ids for each row. Returns the
+    cache, the mask (rows, P) and the model's output without its head, whose last_hidden_state
+    (rows, 1, width) is that of the last token."""
     prompts = list(map(tuple, prompts))
     distinct = list(dict.fromkeys(prompts))
     index_of = {prompt: index for index, prompt in enumerate(distinct)}
@@ -958,11 +967,11 @@ def prefill(model, prompts):
 
 
 class Decoder:
-    """Reads prompts, then a token of each row at a time. self.logits (rows, vocabulary) predict the
-    next.
+    """Reads prompts, then one token per row at a time. self.logits (rows, vocabulary) predict the next.
 
     If all layers have full attention, a token is written into memory that does not move. There a GPU
-    can run the kernels of a token as one CUDA graph: launching them one by one takes longer than they run."""
+    can run the kernels of a token as one CUDA graph: launching them one by one takes longer than
+    running them."""
 
     def __init__(self, model, prompts):
         self.model = model
@@ -986,10 +995,10 @@ class Decoder:
         """Reads a token of each row, (rows,)."""
         if self.cache.place is not None and self.length == self.capacity:
             for layer in self.cache.layers:  # keys and values: (rows, heads, places, size)
-                free = layer.keys.new_zeros(*layer.keys.shape[:2], DECODE_BLOCK, layer.keys.shape[3])
-                layer.keys = torch.cat([layer.keys, free], 2)
-                free = layer.values.new_zeros(*layer.values.shape[:2], DECODE_BLOCK, layer.values.shape[3])
-                layer.values = torch.cat([layer.values, free], 2)
+                free = (*layer.keys.shape[:2], DECODE_BLOCK, layer.keys.shape[3])
+                layer.keys = torch.cat([layer.keys, layer.keys.new_zeros(free)], 2)
+                free = (*layer.values.shape[:2], DECODE_BLOCK, layer.values.shape[3])
+                layer.values = torch.cat([layer.values, layer.values.new_zeros(free)], 2)
             self.capacity += DECODE_BLOCK
             self.graph = None
         self.length += 1
@@ -1018,16 +1027,16 @@ class Decoder:
 
 
 def sample_tokens(probabilities, uniform):
-    """Returns one id per row, (rows,), where the cumulative distribution passes uniform (rows,) in [0, 1)."""
+    """Returns one id per row, (rows,): where the cumulative distribution passes uniform, (rows,)."""
     cumulative = probabilities.double().cumsum(-1)
     target = uniform.double().unsqueeze(1) * cumulative[:, -1:]  # their sum is 1 only up to rounding
-    # NaN would give an id beyond the vocabulary
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=probabilities.shape[1] - 1)
+    ids = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    return ids.clamp(max=probabilities.shape[1] - 1)  # NaN would give an id beyond the vocabulary
 
 
 @torch.no_grad()
 def generate(model, prompts, uniform, end_ids):
-    """Returns ids, their log-probabilities and entropies, (rows, MAX_NEW_TOKENS), arbitrary after an end."""
+    """Returns ids, log-probabilities and entropies, (rows, MAX_NEW_TOKENS), arbitrary after an end."""
     device = model.device
     decoder = Decoder(model, prompts)
     active = torch.arange(len(prompts), device=device)  # the rows that are not finished
@@ -1158,7 +1167,8 @@ def load_rows(specs, tokenizer):
     if len(kept) < len(rows) and rank == 0:
         print(f"left out {len(rows) - len(kept)} of {len(rows)} prompts, longer than MAX_PROMPT_TOKENS")
     if specs and not kept:
-        raise UserError(f"no prompt of {specs} has at most MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS} tokens")
+        limit = f"MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}"
+        raise UserError(f"no prompt of {specs} has at most {limit} tokens")
     return kept
 
 
@@ -1198,7 +1208,7 @@ def read_records(spec):
             yield from (json.loads(line) for line in text.split("\n") if line.strip())
     elif file_type == "csv":
         with open(path, encoding="utf-8-sig", newline="") as file:
-            yield from csv.DictReader(file, strict=True)  # strict: an open quote does not swallow the rest
+            yield from csv.DictReader(file, strict=True)  # strict: else an open quote swallows the rest
     elif file_type == "parquet":
         yield from pyarrow.parquet.read_table(path).to_pylist()
     elif file_type == "hub":
@@ -1219,7 +1229,7 @@ def without_nulls(value):
 
 
 def make_row(tokenizer, prompt, answer=None, row_id="the prompt", columns=None):
-    """Returns a row: id, prompt (text or chat), answer (text, texts or None), the data's columns, ids."""
+    """Returns a row: id, prompt (text or chat), answer (text, texts or None), columns, token ids."""
     golds = answer if isinstance(answer, list) else [answer]
     if any(isinstance(gold, (dict, list)) for gold in golds):
         raise ValueError(f"the answer {answer} is no text, number or list of them")
@@ -1227,22 +1237,24 @@ def make_row(tokenizer, prompt, answer=None, row_id="the prompt", columns=None):
     if not isinstance(answer, list):
         golds = golds[0] if golds else None
     ids = encode(tokenizer, prompt)
-    return {"id": row_id, "prompt": prompt, "answer": golds or None, "columns": columns or {}, "ids": ids}
+    row = {"id": row_id, "prompt": prompt, "answer": golds or None}
+    return row | {"columns": columns or {}, "ids": ids}
 
 
 def read_message(message):
-    """Returns a message of a chat, whose content is a text. Refuses what a chat template would misread."""
+    """Returns a chat's message, its content as a text. Refuses what a chat template would misread."""
     if not isinstance(message, dict):
         raise ValueError(f"a chat is a list of messages, not of {message!r:.80}")
     known = ["role", "content", "name", "tool_calls", "tool_call_id"]
-    message = {key: x for key, x in message.items() if x is not None}  # parquet and json fill absent keys
+    message = {key: x for key, x in message.items() if x is not None}  # None: an absent key
     content = message.get("content")
     if content is None and "tool_calls" in message:
         content = ""
     if isinstance(content, list) and all(set(part) == {"type", "text"} for part in content):
         content = "".join(column(content, "text"))
     if not isinstance(content, str) or not set(message) <= set(known):
-        raise ValueError(f"a message has {', '.join(known)}, and its content is a text: {message!r:.200}")
+        names = ", ".join(known)
+        raise ValueError(f"a message has {names}, and its content is a text: {message!r:.200}")
     if message.get("role") not in ("system", "developer", "user", "assistant", "tool"):
         raise ValueError(f"a message has an unknown role: {message!r:.200}")
     if "tool_calls" in message:
@@ -1263,7 +1275,7 @@ def read_call(call):
 
 
 def encode(tokenizer, prompt, response=None):
-    """Returns the ids of a prompt, a text or a chat, with its response if given, in the chat template."""
+    """Returns the ids of a prompt (text or chat) and its response, if given, in the chat template."""
     if isinstance(prompt, str) and prompt.strip():
         messages = [{"role": "user", "content": PROMPT_TEMPLATE.replace("{input}", prompt)}]
     elif isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt):
@@ -1277,7 +1289,8 @@ def encode(tokenizer, prompt, response=None):
     if tokenizer.chat_template:
         if response is not None:
             messages.append({"role": "assistant", "content": response})
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=response is None, tokenize=False)
+        options = {"add_generation_prompt": response is None, "tokenize": False}
+        text = tokenizer.apply_chat_template(messages, **options)
         text.encode()  # raises on half an emoji (a lone surrogate)
         for message in messages:
             if message["role"] in ("system", "user") and message["content"].strip() not in text:
@@ -1297,15 +1310,15 @@ def encode(tokenizer, prompt, response=None):
 
 
 def complete_columns(rows):
-    """Gives all rows the same columns, None where a data set has none: a reward function finds its columns in
-    any batch."""
+    """Gives all rows the same columns, with None where a data set lacks one: then a reward function
+    finds its columns in any batch."""
     names = {name for row in rows for name in row["columns"]}
     for row in rows:
         row["columns"] = {**dict.fromkeys(names), **row["columns"]}
 
 
 def check_answers(functions, rows):
-    """Refuses a row without an answer if a function of rewards/ needs one: then it raises for this row."""
+    """Refuses a row without an answer if a function of rewards/ raises for it, because it needs one."""
     row = next((row for row in rows if row["answer"] is None), None)
     for _, function, _ in functions:
         if row and getattr(function, "__module__", "") == "rewards":
@@ -1320,15 +1333,14 @@ def warn_of_data(train_rows, eval_rows, tokenizers):
         print(f"WARNING: {num_trained} of {len(eval_rows)} held-out prompts are also trained")
     num_open = sum(row["answer"] is None for row in eval_rows)
     if 0 < num_open < len(eval_rows) and rank == 0:
-        print(
-            f"WARNING: {num_open} of {len(eval_rows)} held-out prompts have no answer: no accuracy is logged"
-        )
+        counts = f"{num_open} of {len(eval_rows)} held-out prompts"
+        print(f"WARNING: {counts} have no answer: no accuracy is logged")
     texts = list(map(str, column(train_rows[:100], "prompt")))
     for name, tokenizer in tokenizers.items():
         ids = list(chain(*tokenizer(texts)["input_ids"]))
         unknown = ids.count(tokenizer.unk_token_id) / len(ids)
         if unknown > 0.1 and rank == 0:
-            print(f"WARNING: {unknown:.0%} of the prompts' tokens are unknown to the tokenizer of {name}")
+            print(f"WARNING: {unknown:.0%} of the prompt tokens are unknown to the tokenizer of {name}")
 
 
 def column(rows, field):
@@ -1350,7 +1362,7 @@ def join(batches):
 
 
 def reward_arguments(batch):
-    """Returns what reward functions take: prompts, responses, answers, and the data's columns by name."""
+    """Returns what reward functions take: prompts, responses, answers, and {column: values}."""
     names = {name for row in batch.rows for name in row["columns"]}
     names -= {"self", "prompts", "responses", "answers"}  # parameters of compute_rewards()
     columns = {name: [row["columns"].get(name) for row in batch.rows] for name in names}
@@ -1394,9 +1406,8 @@ def progress(items, unit):
     """Shows a progress bar on a terminal, which vanishes at the end."""
     if rank > 0:
         return items
-    return tqdm(
-        items, unit=f" {unit}", leave=False, file=sys.stdout, disable=None
-    )  # None: no terminal, no bar
+    # disable=None: without a terminal there is no bar
+    return tqdm(items, unit=f" {unit}", leave=False, file=sys.stdout, disable=None)
 
 
 # ================================================================ the run's files
@@ -1406,17 +1417,18 @@ class Run:
     """The files of one run in OUTPUT_DIR, which process 0 writes, and the signals that end the run."""
 
     def __init__(self, resume):
-        self.folder = Path(OUTPUT_DIR).absolute()  # once: a reward function may change the working directory
+        self.folder = Path(OUTPUT_DIR).absolute()  # once: a reward function may change directory
         self.logs = {}
         self.wandb = None
         self.signal = 0
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.lock = filelock.FileLock(f"{self.folder}.lock", is_singleton=True)
-        self.facts = {"file": __file__, "program": os.path.abspath(sys.argv[0]), "torch": torch.__version__}
+        self.facts = {"file": __file__, "program": os.path.abspath(sys.argv[0])}
         paths = {os.path.realpath(path) for path in (__file__, sys.argv[0], rewards.__file__)}
-        self.facts["text"] = digest(sorted(Path(path).read_bytes() for path in paths if Path(path).is_file()))
-        self.facts["processes"] = world_size
+        programs = [Path(path) for path in paths if Path(path).is_file()]
+        self.facts["text"] = digest(sorted(program.read_bytes() for program in programs))
+        self.facts |= {"torch": torch.__version__, "processes": world_size}
         checkpoint = None
         if rank == 0:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -1437,7 +1449,8 @@ class Run:
         self.outcome = "Nothing was left to do: complete" if is_complete else "Done"
         self.handlers = {}
         with suppress(ValueError):  # only the main thread gets signals
-            self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+            numbers = (signal.SIGINT, signal.SIGTERM)
+            self.handlers = {number: signal.signal(number, self.on_signal) for number in numbers}
         if rank > 0:
             return
         self.lock.acquire(timeout=0)  # a second train() has to take it again
@@ -1453,12 +1466,14 @@ class Run:
             file.truncate(min(file.tell(), state.log_sizes.get(name, 0)))
             self.logs[name] = file
         config = self.folder / "training_config.json"
-        config.with_suffix(".tmp").write_text(json.dumps(self.facts | {"constants": constants()}, indent=1))
+        facts = self.facts | {"constants": constants()}
+        config.with_suffix(".tmp").write_text(json.dumps(facts, indent=1))
         config.with_suffix(".tmp").rename(config)
         if USE_WANDB:
             import wandb  # slow
 
-            self.wandb = wandb.init(dir=self.folder, config=constants(), id=state.wandb_id, resume="allow")
+            options = {"dir": self.folder, "id": state.wandb_id, "resume": "allow"}
+            self.wandb = wandb.init(config=constants(), **options)
             state.wandb_id = self.wandb.id
 
     def compare(self, state, is_complete):
@@ -1497,7 +1512,8 @@ class Run:
         if is_own:
             stale = [path for path in stale if int(path.name.removeprefix("step_")) > state.step]
         else:
-            for pattern in "logs/*.jsonl logs/training_*.log *_metrics_*.png training_config.json".split():
+            patterns = "logs/*.jsonl logs/training_*.log *_metrics_*.png training_config.json"
+            for pattern in patterns.split():
                 stale += self.folder.glob(pattern)
         if stale:
             state.best_score = -math.inf
@@ -1527,7 +1543,9 @@ class Run:
 
     def write(self, name, **record):
         """Writes one line of JSON to a log. Numbers that are not finite become null: JSON has no NaN."""
-        record = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in record.items()}
+        for key, x in record.items():
+            if isinstance(x, float) and not math.isfinite(x):
+                record[key] = None
         if rank == 0:
             self.logs[name].write(json.dumps(record) + "\n")
         if self.wandb and name == "metrics.jsonl":
@@ -1551,13 +1569,15 @@ def choose_checkpoint(folder, resume):
     if resume not in ("ask", "yes", "no"):
         checkpoints = list_checkpoints(resume) or [Path(resume)]
         if not (checkpoints[-1] / "training_state.pt").exists():
-            raise UserError(f"RESUME = {resume!r} is not ask, yes, no, or the folder of a checkpoint or run")
+            allowed = "ask, yes, no, or the folder of a checkpoint or run"
+            raise UserError(f"RESUME = {resume!r} is not {allowed}")
     if resume == "yes" and not checkpoints:
         print(f"RESUME=yes: {folder} has no checkpoint, the run begins afresh", flush=True)
     if resume == "no" or not checkpoints:
         return None
     print(f"Found checkpoint: {checkpoints[-1]}", flush=True)
-    asks = resume == "ask" and world_size == 1 and sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()
+    has_terminal = sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()
+    asks = resume == "ask" and world_size == 1 and has_terminal
     if asks and not input("Resume training from it? (y/n): ").lower().startswith("y"):
         return None
     return checkpoints[-1]
@@ -1591,7 +1611,7 @@ PANELS = "accuracy_sampled reward entropy policy_loss value_loss kl explained_va
 
 
 def draw_grid(folder, path, names=None):
-    """Draws a panel per metric: each training step faint, their rolling mean, and the evaluations' points."""
+    """Draws a panel per metric: training steps (faint), their rolling mean, and evaluations (points)."""
     records = [json.loads(line) for line in (folder / "logs/metrics.jsonl").read_text().splitlines()]
     names = [name for name in names or dict.fromkeys(chain(*records)) if name not in ("phase", "step")]
     names = [name for name in names if len({r.get(name) for r in records} - {None}) > 1]  # it varies
@@ -1626,7 +1646,8 @@ def first_line(error):
 
 def constants():
     """Returns every constant of this file by name, as JSON has it."""
-    values = {name: x for name, x in globals().items() if name.isupper() and name not in ("ROOT", "PANELS")}
+    names = [name for name in globals() if name.isupper() and name not in ("ROOT", "PANELS")]
+    values = {name: globals()[name] for name in names}
 
     def describe(x):  # a function by its name, an object without its address in memory
         if isinstance(x, partial):
@@ -1650,7 +1671,7 @@ def read_constants(path):
 
 
 def apply_overrides(arguments):
-    """Sets constants from KEY=VALUE arguments, or @FILE with one on each line, in the constants' types."""
+    """Sets constants from arguments, KEY=VALUE or @FILE with one per line. Each keeps its type."""
     for argument in arguments:
         if argument.startswith("@"):
             apply_overrides(read_constants(argument[1:]))
@@ -1658,10 +1679,11 @@ def apply_overrides(arguments):
         key, _, text = argument.partition("=")
         if key not in constants():
             near = difflib.get_close_matches(key.upper(), constants(), 1, 0.0)[0]
-            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file, such as {near}")
+            raise UserError(f"{argument!r} is not KEY=VALUE for a constant of this file, such as {near}")
         wanted = __annotations__.get(key, type(globals()[key]))  # a type such as int, or int | None
         value = os.path.expanduser(text).replace("{file}", Path(sys.argv[0]).stem)
-        value = re.sub(r"(?<!\\)\\n", "\n", value).replace(r"\\n", r"\n")  # \n is a line break, \\n is \n
+        # \n becomes a line break, and \\n becomes \n
+        value = re.sub(r"(?<!\\)\\n", "\n", value).replace(r"\\n", r"\n")
         if not isinstance(value, wanted) or text == "None":
             with suppress(ValueError, SyntaxError):
                 value = ast.literal_eval(text)
@@ -1679,7 +1701,8 @@ def check_numbers(counts):
         lowest = 1 if name in counts.split() else 0
         if type(value) not in (int, float) or name == "REWARD_MODEL_WEIGHT":
             continue
-        if not lowest <= value or (type(value) is int and value >= 2**63):  # NaN, and seeds beyond 64 bits
+        is_too_large = type(value) is int and value >= 2**63  # a seed has 64 bits
+        if not lowest <= value or is_too_large:  # NaN, too
             raise UserError(f"{name} = {value!r} is not a number from {lowest} on (or too large)")
 
 
@@ -1711,7 +1734,7 @@ def check_constants():
 
 
 def train_main():
-    """Exit codes: 0; 2: the user can correct it; 130, 143: a signal; 1, with a traceback: other errors."""
+    """Exit codes: 0; 2: the user can correct it; 130, 143: a signal; 1, with a traceback: the rest."""
     trainer = None
     try:
         apply_overrides(sys.argv[1:])

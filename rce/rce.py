@@ -1,36 +1,35 @@
-"""RCE for language models, in one file: samples candidates, scores them, and fits the policy to the better.
+"""RCE for language models, in one file: samples and scores candidates, and fits the policy to the best.
 
-Reward-weighted cross-entropy (reward-weighted regression, Peters and Schaal 2007; AWR without the critic,
-1910.00177). The candidates y_1 .. y_n of a prompt x, with rewards r_1 .. r_n, give
+Reward-weighted cross-entropy (reward-weighted regression, Peters and Schaal 2007; AWR without the
+critic, 1910.00177). The candidates y_1 .. y_n of a prompt x, with rewards r_1 .. r_n, give
 
     w_i = exp(r_i / TAU) / sum_j exp(r_j / TAU)               no gradient; they sum to 1 for each prompt
     L   = mean over prompts of sum_i w_i * -log pi(y_i | x)   LENGTH_NORMALISE: log pi / tokens of y_i
 
-As TAU goes to 0, this becomes best-of-n distillation. Unlike GRPO it needs no old policy and no ratios, it
-may learn from responses of any source, and it never pushes a response down (all w >= 0). Use it if you want
-to inspect the training data before you train, if scoring is slow, or if you have scored responses already.
+As TAU goes to 0, this becomes best-of-n distillation. Unlike GRPO it needs no old policy and no
+ratios, may learn from any responses, and never pushes one down (all w >= 0). Use it if you want to
+inspect the training data before you train, if scoring is slow, or if you have scored responses.
 
 Each of the ROUNDS takes the next MINE_PROMPTS prompts:
 
-    mine      propose the greedy response, beams, samples at several temperatures and, if wanted, the data's
-              own solution; merge equal ones; score them by the reward functions. If those are slow, a
-              pre-filter may choose what they score: see VERIFY_TOP
+    mine      propose the greedy response, beams, samples at several temperatures and, if wanted, the
+              data's own solution; merge equal ones; score them by the reward functions. If those are
+              slow, a pre-filter may choose what they score: see VERIFY_TOP
     check up  log statistics of the candidates; tools/check_up.py computes more
-    train     on the prompts whose candidates' rewards differ. VALIDATION_FRACTION of all prompts are never
-              trained on: there pick_accuracy is how often the policy's likeliest candidate is right, and the
-              policy with the highest is kept in best/
+    train     on the prompts whose candidates' rewards differ. VALIDATION_FRACTION of all prompts are
+              never trained on: there pick_accuracy is how often the policy's likeliest candidate is
+              right, and the policy with the highest is kept in best/
 
-Shapes: rows = candidates, those of one prompt being neighbours; P = tokens of the longest prompt; R = tokens
-of the longest response.
+Shapes: rows = candidates, grouped by prompt; P, R = tokens of the longest prompt and response.
 
     python rce/rce.py                         # edit the constants below, or give KEY=VALUE or @FILE
     python rce/rce.py STAGE=mine, then python tools/check_up.py checkpoints/rce, then rce.py STAGE=train
-    python grpo/grpo.py ACTOR_MODEL=checkpoints/rce/best/policy OUTPUT_DIR=checkpoints/rce_grpo    # then GRPO
-    torchrun --nproc_per_node=4 rce/rce.py    # candidates as one process, updates alike up to rounding
+    python grpo/grpo.py ACTOR_MODEL=checkpoints/rce/best/policy OUTPUT_DIR=checkpoints/rce_grpo  # then GRPO
+    torchrun --nproc_per_node=4 rce/rce.py    # the same candidates, the same update up to rounding
 
-Writes candidates_round_N.parquet, logs/, checkpoints step_N/, best/policy/ and two pictures into OUTPUT_DIR.
-A run that was stopped or killed continues from its last checkpoint and its last mined prompts, and ends with
-the same bytes.
+Writes candidates_round_N.parquet, logs/, checkpoints step_N/, best/policy/ and two pictures into
+OUTPUT_DIR. A run that was stopped or killed continues from its last checkpoint and its last mined
+prompts, and ends with the same bytes.
 
 To change    see                                      To change      see
 the weights  rce_weights, tau_at, reward_modes        the data       TRAIN_DATASETS, load_rows
@@ -83,10 +82,10 @@ from tqdm import tqdm
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-rank, world_size, local_rank = 0, 1, 0  # of this process under torchrun; rank 0 alone asks, writes and prints
+rank, world_size, local_rank = 0, 1, 0  # of this process; rank 0 alone asks, writes and prints
 if dist.is_torchelastic_launched():
-    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-ROOT = next((folder for folder in Path(__file__).resolve().parents if (folder / "rewards").is_dir()), None)
+    rank, world_size, local_rank = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+ROOT = next((path for path in Path(__file__).resolve().parents if (path / "rewards").is_dir()), None)
 if ROOT is None:
     sys.exit(f"{__file__}: copy the folder rewards/ of the repository beside this file, or above it")
 sys.path.insert(0, str(ROOT))
@@ -98,11 +97,11 @@ from rewards import UserError, call_reward, find_function, find_functions, gold_
 # What to do
 STAGE = "all"  # all | mine (the first round, no training) | train (on the first round's candidates)
 ROUNDS = 2  # times to mine and train
-CANDIDATES: str | None = None  # a parquet of scored candidates, used in the first round instead of mining
+CANDIDATES: str | None = None  # a parquet of scored candidates for the first round, instead of mining
 
 # Models: a folder or a hub name
 ACTOR_MODEL = f"{ROOT}/data/tiny/policy"
-LORA_RANK = 0  # 0: all weights are trained; > 0: LoRA adapters of this rank on all linear layers (2106.09685)
+LORA_RANK = 0  # 0: train all weights; > 0: LoRA adapters of this rank on all linear layers (2106.09685)
 LORA_ALPHA = 32.0  # an adapter's output is scaled by LORA_ALPHA / LORA_RANK
 DTYPE = "float32"  # float32 | bfloat16: autocast; trained weights and logits stay float32
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1
@@ -129,8 +128,8 @@ REWARD_FUNCTIONS = [("exact_answer", 1.0), ("rouge_l", 0.0)]  # the weights make
 HARD_REWARD = "exact_answer"  # "hard": the function that is 1 for right and 0 for wrong candidates
 SOFT_REWARD = "rouge_l"  # "soft": the function that grades candidates, 0 to 1
 REWARD_MODE = "hard_only"  # how r is made of hard, soft, gt_prob and logprob: see reward_modes
-# gt_prob, for the pre-filter and some modes: the probability that the policy writes a gold answer and ends
-# after a candidate's own reasoning, which is its text up to and with the last "####" of this form
+# gt_prob, for the pre-filter and some modes: the probability that the policy, after a candidate's own
+# reasoning, writes a gold answer and ends. Reasoning is the text through the last "####" of this form
 ANSWER_FORM = "#### {answer}"
 ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is correct (evaluation)
 
@@ -140,8 +139,9 @@ BEAMS = 2  # responses of a beam search of this width; 0: none
 GROUP_SIZE = 13  # sampled responses per prompt, which take the SAMPLE_TEMPERATURES in turn
 SAMPLE_TEMPERATURES = [0.6, 0.8, 1.0]  # each > 0
 INCLUDE_REFERENCE = False  # propose the data's own solution, if it has at most MAX_NEW_TOKENS tokens
-# Pre-filter for slow rewards: of each prompt only the VERIFY_TOP candidates by PREFILTER and VERIFY_RANDOM
-# others are verified, that is, scored by the reward functions; the rest, too, if all these are right or wrong
+# Pre-filter for slow rewards: of each prompt the VERIFY_TOP candidates by PREFILTER and VERIFY_RANDOM
+# others are verified, that is, scored by the reward functions. The rest are verified only if all
+# of these are right, or all are wrong
 VERIFY_TOP: int | None = None  # None: all
 VERIFY_RANDOM = 2
 PREFILTER = "gt_prob"  # gt_prob | logprob (of the candidate under the policy)
@@ -167,7 +167,7 @@ LEARNING_RATE = 3e-4
 MAX_GRAD_NORM = 1.0
 WEIGHT_DECAY = 0.0
 USE_LR_SCHEDULER = True
-LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0) | plateau (halves after 2 evaluations without gain)
+LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0) | plateau (halves if 2 evaluations bring no gain)
 WARMUP_STEPS = 0  # linear warm-up, with or without a scheduler
 
 # Schedule and files
@@ -176,13 +176,13 @@ MAX_STEPS: int | None = None  # of all rounds; None: all steps are run
 SAVE_EVERY_N_STEPS = 25  # 0: only after each round
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 8  # 0: only before the first step and after each round
-EARLY_STOPPING_PATIENCE = 0  # evaluations without a better pick before the run ends; 0: all steps are run
+EARLY_STOPPING_PATIENCE = 0  # evaluations without a better pick before the run ends; 0: no early stop
 EARLY_STOPPING_THRESHOLD = 0.0  # a smaller gain does not count for EARLY_STOPPING_PATIENCE
 LOG_SAMPLES = 4  # candidates per step written to samples.jsonl
-RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or a run
+RESUME = "ask"  # ask (yes without a terminal or under torchrun) | yes | no | path of a checkpoint or run
 OUTPUT_DIR = f"{ROOT}/checkpoints/{Path(__file__).stem}"
 SEED = 1
-DETERMINISTIC = True  # kernels that add in a fixed order: the same run gives the same bytes; slower on a GPU
+DETERMINISTIC = True  # kernels add in a fixed order: the same run gives the same bytes; slower on a GPU
 USE_WANDB = False  # its project and mode: environment variables WANDB_PROJECT, WANDB_MODE
 
 # ================================================================ the maths of RCE
@@ -211,8 +211,8 @@ def tau_at(steps_done, total):
 
 
 def rce_loss(logprobs, mask, weights):
-    """Returns the sum over rows of w * -log pi; update() divides it by the number of prompts. logprobs, mask
-    (rows, R); weights (rows,)."""
+    """Returns the sum over rows of w * -log pi; update() divides it by the number of prompts.
+    logprobs, mask (rows, R); weights (rows,)."""
     row_logprobs = (logprobs * mask).sum(1)
     if LENGTH_NORMALISE:
         row_logprobs = row_logprobs / mask.sum(1)
@@ -220,9 +220,9 @@ def rce_loss(logprobs, mask, weights):
 
 
 def gold_probability(logprobs, start):
-    """Returns the probability of one gold answer and its end, given prompt and reasoning. gt_prob is the sum
-    over the distinct gold answers. logprobs (R,) of the reasoning's tokens, then, from `start` on, of the
-    answer's."""
+    """Returns the probability of one gold answer and its end, given prompt and reasoning. gt_prob is
+    the sum over the distinct gold answers. logprobs (R,) of the reasoning's tokens, then, from
+    `start` on, of the answer's."""
     return logprobs[start:].double().sum().exp().item()
 
 
@@ -232,11 +232,11 @@ def hybrid(hard, soft, gt_prob, logprob):
     return (hard + scaled) / 2
 
 
-# r of one prompt's candidates, (candidates,), from hard (0 or 1), soft and gt_prob (0 to 1) and the logprob
+# r of one prompt's candidates, (candidates,), from hard (0 or 1), soft and gt_prob (0 to 1), and logprob
 reward_modes = {
     "hard_only": lambda hard, soft, gt_prob, logprob: hard,
     "soft_only": lambda hard, soft, gt_prob, logprob: soft,
-    "hard_plus_soft": lambda hard, soft, gt_prob, logprob: hard + soft,  # right and wrong ones can meet at 1
+    "hard_plus_soft": lambda hard, soft, gt_prob, logprob: hard + soft,  # right and wrong can meet at 1
     "separated": lambda hard, soft, gt_prob, logprob: 2 * hard + soft,  # right: 2 to 3, wrong: 0 to 1
     "hard_plus_gtprob": lambda hard, soft, gt_prob, logprob: hard + gt_prob,
     "hard_plus_gtprob_separated": lambda hard, soft, gt_prob, logprob: 2 * hard + gt_prob,
@@ -257,7 +257,7 @@ def shaped_rewards(candidates):
 
 
 def learning_rate_scale(steps_done, total, halvings):
-    """Returns the factor of the learning rate after steps_done steps: linear warm-up, then the schedule."""
+    """Returns the learning rate's factor after steps_done steps: linear warm-up, then the schedule."""
     if steps_done < WARMUP_STEPS:
         return (steps_done + 1) / WARMUP_STEPS
     if not USE_LR_SCHEDULER:
@@ -300,7 +300,8 @@ class RCETrainer:
         except (TypeError, AttributeError, NameError):
             raise  # a mistake in the program
         except Exception as error:  # the libraries raise many types
-            fault = f"ACTOR_MODEL={ACTOR_MODEL} or RESUME={self.run.checkpoint or RESUME} cannot be loaded"
+            resumed = self.run.checkpoint or RESUME
+            fault = f"ACTOR_MODEL={ACTOR_MODEL} or RESUME={resumed} cannot be loaded"
             raise UserError(f"{fault} ({type(error).__name__}: {first_line(error)})") from error
         self.reward_functions = find_functions(REWARD_FUNCTIONS)  # [(name, function, weight)]
         self.accuracy_function = find_function(ACCURACY_FUNCTION)
@@ -319,7 +320,7 @@ class RCETrainer:
         if PREFILTER == "gt_prob" and None in column(self.train_rows, "answer"):
             raise UserError('PREFILTER = "gt_prob" needs the key "output" of TRAIN_DATASETS')
         self.rounds = 1 if STAGE == "train" else ROUNDS
-        self.total_steps = math.inf if MAX_STEPS is None else MAX_STEPS  # until prepare_round() knows better
+        self.total_steps = math.inf if MAX_STEPS is None else MAX_STEPS  # until prepare_round() sets it
         self.seconds = Counter()
 
     def load_models(self, checkpoint):
@@ -341,7 +342,8 @@ class RCETrainer:
         is_mined = STAGE == "mine" and candidates_path(self.run.folder, 1).exists()
         is_complete = is_mined or state.round > self.rounds or self.is_over()
         self.run.open(state, is_complete)  # opens the logs and catches signals
-        self.run.log(f"{len(self.train_rows)} prompts and {len(self.eval_rows)} held out, on {self.device}")
+        counts = f"{len(self.train_rows)} prompts and {len(self.eval_rows)} held out"
+        self.run.log(f"{counts}, on {self.device}")
         self.copy_candidates()
         self.save()  # the first round mines from this checkpoint
         while state.round <= self.rounds and not self.is_over():
@@ -372,7 +374,7 @@ class RCETrainer:
         return state.evaluation
 
     def seed_step(self, chunk=0):
-        """Makes all random numbers of a step a function of its number: a checkpoint need not keep any."""
+        """Makes a step's random numbers a function of its number: a checkpoint need not keep any."""
         seed = (1_000_003 * SEED + 104_729 * chunk + self.state.step) % 2**32
         transformers.set_seed(seed)
         self.generator = torch.Generator().manual_seed(seed)
@@ -416,11 +418,12 @@ class RCETrainer:
             rewards_differ = rewards.max() - rewards.min() > 1e-6  # equal ones teach nothing
             if rewards_differ and not is_for_validation(group[0].row):
                 self.train_groups.append(group)
-        self.steps_per_epoch = math.ceil(len(self.train_groups) / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
+        prompts_per_step = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS
+        self.steps_per_epoch = math.ceil(len(self.train_groups) / prompts_per_step)
         steps = NUM_EPOCHS * self.steps_per_epoch
         self.round_end = state.round_start + steps
-        # The schedules of TAU and the learning rate need the number of steps. Later rounds are not mined yet:
-        # they count as long as this one
+        # The schedules of TAU and the learning rate need the number of steps. Later rounds, which are
+        # not mined yet, count as long as this one
         rounds_left = self.rounds - state.round + 1
         planned = state.round_start + max(1, rounds_left * steps)  # a round of equal rewards has no step
         self.total_steps = min(planned, math.inf if MAX_STEPS is None else MAX_STEPS)
@@ -434,8 +437,8 @@ class RCETrainer:
         return True
 
     def next_batch(self):
-        """Returns the candidates of the step's prompts, see make_batch(), with tau, their rewards and weights
-        (rows,), and prompt_weights, the weights of each prompt. Each epoch has its own order."""
+        """Returns the candidates of the step's prompts, see make_batch(), with tau, their rewards and
+        weights (rows,), and prompt_weights, the weights of each prompt. Each epoch has its own order."""
         epoch, place = divmod(self.state.step - self.state.round_start - 1, self.steps_per_epoch)
         self.epoch = (self.state.round - 1) * NUM_EPOCHS + epoch + 1
         generator = torch.Generator().manual_seed(SEED + self.epoch)
@@ -586,7 +589,7 @@ class RCETrainer:
 
     def score_gold(self, candidates):
         """Sets gt_prob of each candidate, None if its row has no answer."""
-        candidates_of = defaultdict(list)  # {(row's id, reasoning, gold answer): candidates}, scored once
+        candidates_of = defaultdict(list)  # {(row id, reasoning, gold answer): candidates}, scored once
         for candidate in candidates:
             row = candidate.row
             if row["answer"] is None:
@@ -601,7 +604,7 @@ class RCETrainer:
         for (_, reasoning, gold), same in candidates_of.items():
             to_score.append(Candidate(same[0].row, [*reasoning, *gold]))
         logprobs = all_logprobs(self.actor, make_batch(to_score))
-        for (_, reasoning, _), same, gold_logprobs in zip(candidates_of, candidates_of.values(), logprobs):
+        for ((_, reasoning, _), same), gold_logprobs in zip(candidates_of.items(), logprobs):
             for candidate in same:
                 candidate.gt_prob += gold_probability(gold_logprobs, len(reasoning))
 
@@ -707,7 +710,7 @@ class RCETrainer:
         return {"pick_accuracy": sum(hard) / len(hard)}
 
     def evaluate(self, prompts=None, answers=None):
-        """Returns metrics of greedy and sampled responses to held-out prompts, or to `prompts` of yours."""
+        """Returns metrics of greedy and sampled responses to held-out prompts, or to your `prompts`."""
         rows = self.eval_rows
         if prompts is not None:
             answers = answers or [None] * len(prompts)
@@ -754,7 +757,8 @@ class RCETrainer:
             **{f"seconds/{name}": seconds for name, seconds in self.seconds.items()},
         }
         self.run.write("metrics.jsonl", phase="train", step=step, **metrics)
-        for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
+        num_samples = min(LOG_SAMPLES, len(batch.rows))
+        for i in torch.linspace(0, len(batch.rows) - 1, num_samples).long().tolist():
             row, candidate = batch.rows[i], batch.candidates[i]
             sample = {name: row[name] for name in ("id", "prompt", "answer")}
             sample |= {name: getattr(candidate, name) for name in ("source", "hard", "soft", "gt_prob")}
@@ -781,8 +785,8 @@ class RCETrainer:
         return metrics
 
     def log_evaluation(self, metrics):
-        """Logs what validate() and evaluate() returned. The policy with the highest pick_accuracy, or without
-        validation prompts the highest reward, is kept in best/."""
+        """Logs what validate() and evaluate() returned. best/ keeps the policy with the highest
+        pick_accuracy or, without validation prompts, the highest reward."""
         state = self.state
         state.evaluation = metrics
         if not metrics:
@@ -802,7 +806,7 @@ class RCETrainer:
             self.save_best()
 
     def save_best(self):
-        """Writes best/policy/, with an adapter merged into the weights, so that it loads without PEFT."""
+        """Writes best/policy/. An adapter is merged into the weights, so that it loads without PEFT."""
         if rank > 0:
             return
         policy = self.actor
@@ -826,13 +830,13 @@ class RCETrainer:
                 model.save_pretrained(tmp / name)
             self.tokenizer.save_pretrained(tmp / "policy")
             optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
-            saved = {"state": vars(self.state), "optimizers": optimizers, "trained": self.trained_names()}
+            trained = self.trained_names()
+            saved = {"state": vars(self.state), "optimizers": optimizers, "trained": trained}
             torch.save(saved, tmp / "training_state.pt")
             shutil.copy(self.run.folder / "training_config.json", tmp / "run.json")
         for old in list_checkpoints(self.run.folder)[:-KEEP_LAST_N_CHECKPOINTS]:
-            removed = old.rename(
-                f"{old}.tmp"
-            )  # a folder that is half deleted must not look like a checkpoint
+            # A folder that is half deleted must not look like a checkpoint
+            removed = old.rename(f"{old}.tmp")
             shutil.rmtree(removed)
         draw_grid(self.run.folder, "training_metrics_detailed.png")
         draw_grid(self.run.folder, f"{Path(__file__).stem}_metrics_with_entropy.png", PANELS)
@@ -850,9 +854,9 @@ class RCETrainer:
         """Restores state and optimizers; load_models() took the weights from the same folder."""
         saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
         if saved.get("trained") != self.trained_names():
-            raise UserError("the run trained other parameters, in another order, or by another optimizer")
+            raise UserError("the run trained other parameters, in another order or by another optimizer")
         for name, optimizer in self.optimizers.items():
-            moments = saved["optimizers"][name]["state"]  # the learning rate is that of the constants now
+            moments = saved["optimizers"][name]["state"]  # not the learning rate: the constants set it
             optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
         for name, value in saved["state"].items():
             tensor = getattr(self.state, name, None)
@@ -888,7 +892,7 @@ def load_model(auto_class, path, is_trained=False):
 
 
 def load_trained(auto_class, path, saved):
-    """Returns a model to train, from the folder `saved` of a checkpoint or else path, with LoRA's adapter."""
+    """Returns a model to train, with LoRA's adapter: from the checkpoint folder `saved`, or path."""
     if saved and (saved / "adapter_config.json").exists() != (LORA_RANK > 0):
         raise UserError(f"{saved} was trained with another LORA_RANK")
     if LORA_RANK == 0:
@@ -907,7 +911,7 @@ def load_trained(auto_class, path, saved):
         if saved:
             peft.set_peft_model_state_dict(model, peft.load_peft_weights(saved, "cpu"))
     if GRADIENT_CHECKPOINTING:
-        # Without transformers' gradient_checkpointing_enable(), which needs training mode and its dropout
+        # Not by transformers' gradient_checkpointing_enable(): it needs training mode, with dropout
         options = {"use_reentrant": False, "preserve_rng_state": False}
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):
@@ -933,7 +937,8 @@ def set_learning_rate(optimizer, scale):
 
 
 def clip_and_step(optimizers, sums, run):
-    """Adds up gradients over processes, steps if all is finite. sums: this process's metrics, 0-d tensors."""
+    """Adds up the gradients of all processes, and steps if all numbers are finite. sums: this process's
+    metrics, 0-d tensors. Returns the metrics of all processes."""
     norms = {}
     for name, optimizer in optimizers.items():
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -943,7 +948,7 @@ def clip_and_step(optimizers, sums, run):
             if world_size > 1:
                 dist.all_reduce(parameter.grad)
         norms[f"{name}_grad_norm"] = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
-    numbers = torch.stack([*sums.values(), *norms.values()]).tolist()  # here alone we wait for the device
+    numbers = torch.stack([*sums.values(), *norms.values()]).tolist()  # the only wait for the device
     sums_here = dict(zip(sums, numbers[: len(sums)]))
     metrics = dict(zip(norms, numbers[len(sums) :]))
     for sums_of_process in all_gather(sums_here):
@@ -980,21 +985,21 @@ def find_end_ids(model, tokenizer):
     if not isinstance(ends, list):
         ends = [ends]
     ends = [tokenizer.eos_token_id, *ends]
-    if tokenizer.chat_template:  # what follows the assistant's text in a chat begins with the end of a turn
+    if tokenizer.chat_template:  # the end of a turn follows the assistant's text
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "xyzzy"}]
         after = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("xyzzy")[2].strip()
         end_of_turn = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
         ends = [id for id in end_of_turn if id in tokenizer.added_tokens_decoder] + ends
     ends = [id for id in dict.fromkeys(ends) if id is not None]
     if not ends:
-        raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r} has no EOS token: set eos_token of its tokenizer")
+        raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r} has no EOS token: set its tokenizer's eos_token")
     model.generation_config.eos_token_id = ends
     return ends
 
 
 # ================================================================ sampling and scoring
-# Each distinct prompt is read once for all its rows (prefill). They continue from its keys and values:
-# in the rollout a token at a time (decode), in scoring all tokens at once, in the update with a gradient.
+# Each distinct prompt runs once for all its rows (prefill). They continue from its keys and values:
+# in the rollout token by token (decode), in scoring all tokens at once, in the update with a gradient.
 
 
 class Cache(transformers.DynamicCache):
@@ -1014,7 +1019,7 @@ class Cache(transformers.DynamicCache):
 
 
 def takes_4d_mask(model, cache):
-    """Returns whether all layers have full attention: it adds a mask (rows, 1, T, tokens) to its scores."""
+    """Returns whether all layers have full attention: it adds a mask (rows, 1, T, tokens) to scores."""
     config = model.config
     is_full = all(type(layer) is DynamicLayer for layer in cache.layers)
     return is_full and config._attn_implementation == "sdpa" and not getattr(config, "alibi", False)
@@ -1061,9 +1066,9 @@ def pad_left(rows, device):
 
 
 def prefill(model, prompts):
-    """Runs the model on the distinct ones of `prompts`, a list of ids for each row. Returns the cache, the
-    mask (rows, P) and the model's output without its head, whose last_hidden_state (rows, 1, width) is that
-    of the last token."""
+    """Runs the model once on each distinct prompt. prompts: a list of ids for each row. Returns the
+    cache, the mask (rows, P) and the model's output without its head, whose last_hidden_state
+    (rows, 1, width) is that of the last token."""
     prompts = list(map(tuple, prompts))
     distinct = list(dict.fromkeys(prompts))
     index_of = {prompt: index for index, prompt in enumerate(distinct)}
@@ -1079,11 +1084,11 @@ def prefill(model, prompts):
 
 
 class Decoder:
-    """Reads prompts, then a token of each row at a time. self.logits (rows, vocabulary) predict the
-    next.
+    """Reads prompts, then one token per row at a time. self.logits (rows, vocabulary) predict the next.
 
     If all layers have full attention, a token is written into memory that does not move. There a GPU
-    can run the kernels of a token as one CUDA graph: launching them one by one takes longer than they run."""
+    can run the kernels of a token as one CUDA graph: launching them one by one takes longer than
+    running them."""
 
     def __init__(self, model, prompts):
         self.model = model
@@ -1107,10 +1112,10 @@ class Decoder:
         """Reads a token of each row, (rows,)."""
         if self.cache.place is not None and self.length == self.capacity:
             for layer in self.cache.layers:  # keys and values: (rows, heads, places, size)
-                free = layer.keys.new_zeros(*layer.keys.shape[:2], DECODE_BLOCK, layer.keys.shape[3])
-                layer.keys = torch.cat([layer.keys, free], 2)
-                free = layer.values.new_zeros(*layer.values.shape[:2], DECODE_BLOCK, layer.values.shape[3])
-                layer.values = torch.cat([layer.values, free], 2)
+                free = (*layer.keys.shape[:2], DECODE_BLOCK, layer.keys.shape[3])
+                layer.keys = torch.cat([layer.keys, layer.keys.new_zeros(free)], 2)
+                free = (*layer.values.shape[:2], DECODE_BLOCK, layer.values.shape[3])
+                layer.values = torch.cat([layer.values, layer.values.new_zeros(free)], 2)
             self.capacity += DECODE_BLOCK
             self.graph = None
         self.length += 1
@@ -1139,11 +1144,11 @@ class Decoder:
 
 
 def sample_tokens(probabilities, uniform):
-    """Returns one id per row, (rows,), where the cumulative distribution passes uniform (rows,) in [0, 1)."""
+    """Returns one id per row, (rows,): where the cumulative distribution passes uniform, (rows,)."""
     cumulative = probabilities.double().cumsum(-1)
     target = uniform.double().unsqueeze(1) * cumulative[:, -1:]  # their sum is 1 only up to rounding
-    # NaN would give an id beyond the vocabulary
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=probabilities.shape[1] - 1)
+    ids = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    return ids.clamp(max=probabilities.shape[1] - 1)  # NaN would give an id beyond the vocabulary
 
 
 @torch.no_grad()
@@ -1239,8 +1244,8 @@ def all_logprobs(model, batch):
 
 
 def check_scoring(model, batch):
-    """Refuses a model whose scoring gives other log-probabilities than its sampling gave: a wrong mask or
-    cache. batch: greedy responses."""
+    """Refuses a model whose scoring gives other log-probabilities than its sampling gave: its mask or
+    cache is wrong. batch: greedy responses."""
     difference = (all_logprobs(model, batch) - batch.logprobs).sum(1).abs() / batch.lengths  # per token
     tolerance = 1e-3 if DTYPE == "float32" else 0.05
     if len(difference) > 0 and not difference.mean() <= tolerance:  # it may be NaN
@@ -1248,8 +1253,8 @@ def check_scoring(model, batch):
 
 
 def make_batch(candidates):
-    """Returns candidates as a batch to score or train: candidates, rows (lists), lengths (rows,), ids and
-    mask (rows, R)."""
+    """Returns candidates as a batch to score or train. Its fields are candidates and rows (lists),
+    lengths (rows,), ids and mask (rows, R)."""
     batch = SimpleNamespace(candidates=candidates, rows=[candidate.row for candidate in candidates])
     batch.lengths = torch.tensor([len(candidate.token_ids) for candidate in candidates]).long()
     width = max(batch.lengths.tolist(), default=0)
@@ -1266,7 +1271,8 @@ def micro_batches(batch, rows, size):
     longest = Counter()  # of each prompt
     for row, length in zip(batch.rows, batch.lengths.tolist()):
         longest[row["id"]] = max(longest[row["id"]], length)
-    order = torch.tensor([longest[batch.rows[i]["id"]] for i in rows]).argsort(descending=True, stable=True)
+    lengths = torch.tensor([longest[batch.rows[i]["id"]] for i in rows])
+    order = lengths.argsort(descending=True, stable=True)
     return [micro for micro in rows[order].split(size) if len(micro) > 0]
 
 
@@ -1275,15 +1281,15 @@ def micro_batches(batch, rows, size):
 
 @dataclass
 class Candidate:
-    """A response that is proposed for a prompt. candidates_round_N.parquet has these fields as columns, but
-    prompt_id and prompt for the row, and reward/NAME for each of the rewards."""
+    """A response that is proposed for a prompt. candidates_round_N.parquet has these fields as columns,
+    but prompt_id and prompt for the row, and reward/NAME for each of the rewards."""
 
     row: dict  # the prompt's row of the data, see make_row()
     token_ids: list  # of the response, with its end token unless it is truncated
     text: str = ""  # without the end token
     truncated: bool = False  # cut at MAX_NEW_TOKENS
-    source: list = field(default_factory=list)  # each way it was proposed: greedy, beam, sample, reference
-    temperature: list = field(default_factory=list)  # of each of these; None unless it is a sample
+    source: list = field(default_factory=list)  # of each proposal: greedy | beam | sample | reference
+    temperature: list = field(default_factory=list)  # of each proposal; None unless it is a sample
     logprob: float | None = None  # log pi(y | x), summed over tokens, under the policy that mined it
     gt_prob: float | None = None  # see ANSWER_FORM; None: its prompt has no gold answer
     eval_mode: str = "unverified"  # unverified | verified (scored) | failed (a reward function raised)
@@ -1336,10 +1342,10 @@ def beam_search(model, prompts, end_ids):
 
 
 def gold_after_reasoning(tokenizer, answer, response, end_id):
-    """Returns the reasoning of a response as ids, and the distinct gold answers after it, lists of ids. With
-    ANSWER_FORM = "#### {answer}" these are, say, "2 + 3 = 6\n####" and " 5<eos>". After a gold answer stands
-    the rest of ANSWER_FORM or, if it has none, EOS. So none is the beginning of another: they exclude each
-    other, and their probabilities may be added."""
+    """Returns the reasoning of a response as ids, and the distinct gold answers after it, lists of
+    ids. With ANSWER_FORM = "#### {answer}" these are, say, "2 + 3 = 6\n####" and " 5<eos>". After a
+    gold answer stands the rest of ANSWER_FORM or, if it has none, EOS. So none is the beginning of
+    another: they exclude each other, and their probabilities may be added."""
     mark, rest = ANSWER_FORM.split("{answer}")
     mark = mark.rstrip()
     golds = dict.fromkeys(gold.strip() for gold in gold_answers(answer) if gold.strip())
@@ -1348,8 +1354,8 @@ def gold_after_reasoning(tokenizer, answer, response, end_id):
         text = response.rpartition(mark)[0] if mark in response else response + "\n"
     texts = [text + mark, *(text + ANSWER_FORM.replace("{answer}", gold) for gold in golds)]
     reasoning, *answered = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    # A token may hold the end of the mark and the beginning of an answer, as "{-" of "\boxed{-5}" does. The
-    # reasoning ends before it for all gold answers
+    # A token may hold the end of the mark and the beginning of an answer, as "{-" of "\boxed{-5}"
+    # does. The reasoning ends before it for all gold answers
     border = min([len(reasoning), *(common_length(reasoning, ids) for ids in answered)])
     end = [] if rest else [end_id]
     return reasoning[:border], [ids[border:] + end for ids in answered]
@@ -1381,7 +1387,7 @@ def prompt_text(row):
 
 
 def is_for_validation(row):
-    """Returns whether a prompt is for validation. Its text decides, so equal prompts fall on one side."""
+    """Returns whether a prompt is for validation. Its text decides: equal prompts are on one side."""
     hashed = zlib.crc32(f"{SEED} {prompt_text(row)}".encode())  # 0 to 2**32 - 1
     return hashed < VALIDATION_FRACTION * 2**32
 
@@ -1393,7 +1399,9 @@ def check_up(groups):
     for group in groups:
         for candidate in group:
             for source, temperature in zip(candidate.source, candidate.temperature):
-                name = f"accuracy/{source}" if temperature is None else f"accuracy/{source}_{temperature}"
+                name = f"accuracy/{source}"
+                if temperature is not None:
+                    name += f"_{temperature}"
                 values[name].append(candidate.hard)
         hard = [candidate.hard for candidate in group]
         rewards = shaped_rewards(group)
@@ -1406,7 +1414,9 @@ def check_up(groups):
 
 def candidates_path(folder, number):
     """Returns the file with the candidates of a round, counted from 1."""
-    return Path(CANDIDATES) if CANDIDATES and number == 1 else folder / f"candidates_round_{number}.parquet"
+    if CANDIDATES and number == 1:
+        return Path(CANDIDATES)
+    return folder / f"candidates_round_{number}.parquet"
 
 
 def write_parquet(records, path):
@@ -1456,7 +1466,8 @@ def load_rows(specs, tokenizer):
     if len(kept) < len(rows) and rank == 0:
         print(f"left out {len(rows) - len(kept)} of {len(rows)} prompts, longer than MAX_PROMPT_TOKENS")
     if specs and not kept:
-        raise UserError(f"no prompt of {specs} has at most MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS} tokens")
+        limit = f"MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}"
+        raise UserError(f"no prompt of {specs} has at most {limit} tokens")
     return kept
 
 
@@ -1496,7 +1507,7 @@ def read_records(spec):
             yield from (json.loads(line) for line in text.split("\n") if line.strip())
     elif file_type == "csv":
         with open(path, encoding="utf-8-sig", newline="") as file:
-            yield from csv.DictReader(file, strict=True)  # strict: an open quote does not swallow the rest
+            yield from csv.DictReader(file, strict=True)  # strict: else an open quote swallows the rest
     elif file_type == "parquet":
         yield from pyarrow.parquet.read_table(path).to_pylist()
     elif file_type == "hub":
@@ -1517,7 +1528,7 @@ def without_nulls(value):
 
 
 def make_row(tokenizer, prompt, answer=None, row_id="the prompt", columns=None):
-    """Returns a row: id, prompt (text or chat), answer (text, texts or None), the data's columns, ids."""
+    """Returns a row: id, prompt (text or chat), answer (text, texts or None), columns, token ids."""
     golds = answer if isinstance(answer, list) else [answer]
     if any(isinstance(gold, (dict, list)) for gold in golds):
         raise ValueError(f"the answer {answer} is no text, number or list of them")
@@ -1525,22 +1536,24 @@ def make_row(tokenizer, prompt, answer=None, row_id="the prompt", columns=None):
     if not isinstance(answer, list):
         golds = golds[0] if golds else None
     ids = encode(tokenizer, prompt)
-    return {"id": row_id, "prompt": prompt, "answer": golds or None, "columns": columns or {}, "ids": ids}
+    row = {"id": row_id, "prompt": prompt, "answer": golds or None}
+    return row | {"columns": columns or {}, "ids": ids}
 
 
 def read_message(message):
-    """Returns a message of a chat, whose content is a text. Refuses what a chat template would misread."""
+    """Returns a chat's message, its content as a text. Refuses what a chat template would misread."""
     if not isinstance(message, dict):
         raise ValueError(f"a chat is a list of messages, not of {message!r:.80}")
     known = ["role", "content", "name", "tool_calls", "tool_call_id"]
-    message = {key: x for key, x in message.items() if x is not None}  # parquet and json fill absent keys
+    message = {key: x for key, x in message.items() if x is not None}  # None: an absent key
     content = message.get("content")
     if content is None and "tool_calls" in message:
         content = ""
     if isinstance(content, list) and all(set(part) == {"type", "text"} for part in content):
         content = "".join(column(content, "text"))
     if not isinstance(content, str) or not set(message) <= set(known):
-        raise ValueError(f"a message has {', '.join(known)}, and its content is a text: {message!r:.200}")
+        names = ", ".join(known)
+        raise ValueError(f"a message has {names}, and its content is a text: {message!r:.200}")
     if message.get("role") not in ("system", "developer", "user", "assistant", "tool"):
         raise ValueError(f"a message has an unknown role: {message!r:.200}")
     if "tool_calls" in message:
@@ -1561,7 +1574,7 @@ def read_call(call):
 
 
 def encode(tokenizer, prompt, response=None):
-    """Returns the ids of a prompt, a text or a chat, with its response if given, in the chat template."""
+    """Returns the ids of a prompt (text or chat) and its response, if given, in the chat template."""
     if isinstance(prompt, str) and prompt.strip():
         messages = [{"role": "user", "content": PROMPT_TEMPLATE.replace("{input}", prompt)}]
     elif isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt):
@@ -1575,7 +1588,8 @@ def encode(tokenizer, prompt, response=None):
     if tokenizer.chat_template:
         if response is not None:
             messages.append({"role": "assistant", "content": response})
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=response is None, tokenize=False)
+        options = {"add_generation_prompt": response is None, "tokenize": False}
+        text = tokenizer.apply_chat_template(messages, **options)
         text.encode()  # raises on half an emoji (a lone surrogate)
         for message in messages:
             if message["role"] in ("system", "user") and message["content"].strip() not in text:
@@ -1595,15 +1609,15 @@ def encode(tokenizer, prompt, response=None):
 
 
 def complete_columns(rows):
-    """Gives all rows the same columns, None where a data set has none: a reward function finds its columns in
-    any batch."""
+    """Gives all rows the same columns, with None where a data set lacks one: then a reward function
+    finds its columns in any batch."""
     names = {name for row in rows for name in row["columns"]}
     for row in rows:
         row["columns"] = {**dict.fromkeys(names), **row["columns"]}
 
 
 def check_answers(functions, rows):
-    """Refuses a row without an answer if a function of rewards/ needs one: then it raises for this row."""
+    """Refuses a row without an answer if a function of rewards/ raises for it, because it needs one."""
     row = next((row for row in rows if row["answer"] is None), None)
     for _, function, _ in functions:
         if row and getattr(function, "__module__", "") == "rewards":
@@ -1618,15 +1632,14 @@ def warn_of_data(train_rows, eval_rows, tokenizers):
         print(f"WARNING: {num_trained} of {len(eval_rows)} held-out prompts are also trained")
     num_open = sum(row["answer"] is None for row in eval_rows)
     if 0 < num_open < len(eval_rows) and rank == 0:
-        print(
-            f"WARNING: {num_open} of {len(eval_rows)} held-out prompts have no answer: no accuracy is logged"
-        )
+        counts = f"{num_open} of {len(eval_rows)} held-out prompts"
+        print(f"WARNING: {counts} have no answer: no accuracy is logged")
     texts = list(map(str, column(train_rows[:100], "prompt")))
     for name, tokenizer in tokenizers.items():
         ids = list(chain(*tokenizer(texts)["input_ids"]))
         unknown = ids.count(tokenizer.unk_token_id) / len(ids)
         if unknown > 0.1 and rank == 0:
-            print(f"WARNING: {unknown:.0%} of the prompts' tokens are unknown to the tokenizer of {name}")
+            print(f"WARNING: {unknown:.0%} of the prompt tokens are unknown to the tokenizer of {name}")
 
 
 def column(rows, field):
@@ -1648,7 +1661,7 @@ def join(batches):
 
 
 def reward_arguments(batch):
-    """Returns what reward functions take: prompts, responses, answers, and the data's columns by name."""
+    """Returns what reward functions take: prompts, responses, answers, and {column: values}."""
     names = {name for row in batch.rows for name in row["columns"]}
     names -= {"self", "prompts", "responses", "answers"}  # parameters of compute_rewards()
     columns = {name: [row["columns"].get(name) for row in batch.rows] for name in names}
@@ -1692,9 +1705,8 @@ def progress(items, unit):
     """Shows a progress bar on a terminal, which vanishes at the end."""
     if rank > 0:
         return items
-    return tqdm(
-        items, unit=f" {unit}", leave=False, file=sys.stdout, disable=None
-    )  # None: no terminal, no bar
+    # disable=None: without a terminal there is no bar
+    return tqdm(items, unit=f" {unit}", leave=False, file=sys.stdout, disable=None)
 
 
 # ================================================================ the run's files
@@ -1704,17 +1716,18 @@ class Run:
     """The files of one run in OUTPUT_DIR, which process 0 writes, and the signals that end the run."""
 
     def __init__(self, resume):
-        self.folder = Path(OUTPUT_DIR).absolute()  # once: a reward function may change the working directory
+        self.folder = Path(OUTPUT_DIR).absolute()  # once: a reward function may change directory
         self.logs = {}
         self.wandb = None
         self.signal = 0
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.lock = filelock.FileLock(f"{self.folder}.lock", is_singleton=True)
-        self.facts = {"file": __file__, "program": os.path.abspath(sys.argv[0]), "torch": torch.__version__}
+        self.facts = {"file": __file__, "program": os.path.abspath(sys.argv[0])}
         paths = {os.path.realpath(path) for path in (__file__, sys.argv[0], rewards.__file__)}
-        self.facts["text"] = digest(sorted(Path(path).read_bytes() for path in paths if Path(path).is_file()))
-        self.facts["processes"] = world_size
+        programs = [Path(path) for path in paths if Path(path).is_file()]
+        self.facts["text"] = digest(sorted(program.read_bytes() for program in programs))
+        self.facts |= {"torch": torch.__version__, "processes": world_size}
         checkpoint = None
         if rank == 0:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -1735,7 +1748,8 @@ class Run:
         self.outcome = "Nothing was left to do: complete" if is_complete else "Done"
         self.handlers = {}
         with suppress(ValueError):  # only the main thread gets signals
-            self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+            numbers = (signal.SIGINT, signal.SIGTERM)
+            self.handlers = {number: signal.signal(number, self.on_signal) for number in numbers}
         if rank > 0:
             return
         self.lock.acquire(timeout=0)  # a second train() has to take it again
@@ -1751,12 +1765,14 @@ class Run:
             file.truncate(min(file.tell(), state.log_sizes.get(name, 0)))
             self.logs[name] = file
         config = self.folder / "training_config.json"
-        config.with_suffix(".tmp").write_text(json.dumps(self.facts | {"constants": constants()}, indent=1))
+        facts = self.facts | {"constants": constants()}
+        config.with_suffix(".tmp").write_text(json.dumps(facts, indent=1))
         config.with_suffix(".tmp").rename(config)
         if USE_WANDB:
             import wandb  # slow
 
-            self.wandb = wandb.init(dir=self.folder, config=constants(), id=state.wandb_id, resume="allow")
+            options = {"dir": self.folder, "id": state.wandb_id, "resume": "allow"}
+            self.wandb = wandb.init(config=constants(), **options)
             state.wandb_id = self.wandb.id
 
     def compare(self, state, is_complete):
@@ -1802,7 +1818,8 @@ class Run:
             stale += [path for path, number in mined.items() if number > state.round]
         else:
             stale += [path for path, number in mined.items() if STAGE != "train" or number > 1]
-            for pattern in "logs/*.jsonl logs/training_*.log *_metrics_*.png training_config.json".split():
+            patterns = "logs/*.jsonl logs/training_*.log *_metrics_*.png training_config.json"
+            for pattern in patterns.split():
                 stale += self.folder.glob(pattern)
         if stale:
             state.best_score = -math.inf
@@ -1832,7 +1849,9 @@ class Run:
 
     def write(self, name, **record):
         """Writes one line of JSON to a log. Numbers that are not finite become null: JSON has no NaN."""
-        record = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in record.items()}
+        for key, x in record.items():
+            if isinstance(x, float) and not math.isfinite(x):
+                record[key] = None
         if rank == 0:
             self.logs[name].write(json.dumps(record) + "\n")
         if self.wandb and name == "metrics.jsonl":
@@ -1856,13 +1875,15 @@ def choose_checkpoint(folder, resume):
     if resume not in ("ask", "yes", "no"):
         checkpoints = list_checkpoints(resume) or [Path(resume)]
         if not (checkpoints[-1] / "training_state.pt").exists():
-            raise UserError(f"RESUME = {resume!r} is not ask, yes, no, or the folder of a checkpoint or run")
+            allowed = "ask, yes, no, or the folder of a checkpoint or run"
+            raise UserError(f"RESUME = {resume!r} is not {allowed}")
     if resume == "yes" and not checkpoints:
         print(f"RESUME=yes: {folder} has no checkpoint, the run begins afresh", flush=True)
     if resume == "no" or not checkpoints:
         return None
     print(f"Found checkpoint: {checkpoints[-1]}", flush=True)
-    asks = resume == "ask" and world_size == 1 and sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()
+    has_terminal = sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()
+    asks = resume == "ask" and world_size == 1 and has_terminal
     if asks and not input("Resume training from it? (y/n): ").lower().startswith("y"):
         return None
     return checkpoints[-1]
@@ -1896,7 +1917,7 @@ PANELS = "accuracy_sampled pick_accuracy reward entropy policy_loss effective_ca
 
 
 def draw_grid(folder, path, names=None):
-    """Draws a panel per metric: each training step faint, their rolling mean, and the evaluations' points."""
+    """Draws a panel per metric: training steps (faint), their rolling mean, and evaluations (points)."""
     records = [json.loads(line) for line in (folder / "logs/metrics.jsonl").read_text().splitlines()]
     names = [name for name in names or dict.fromkeys(chain(*records)) if name not in ("phase", "step")]
     names = [name for name in names if len({r.get(name) for r in records} - {None}) > 1]  # it varies
@@ -1931,7 +1952,8 @@ def first_line(error):
 
 def constants():
     """Returns every constant of this file by name, as JSON has it."""
-    values = {name: x for name, x in globals().items() if name.isupper() and name not in ("ROOT", "PANELS")}
+    names = [name for name in globals() if name.isupper() and name not in ("ROOT", "PANELS")]
+    values = {name: globals()[name] for name in names}
 
     def describe(x):  # a function by its name, an object without its address in memory
         if isinstance(x, partial):
@@ -1955,7 +1977,7 @@ def read_constants(path):
 
 
 def apply_overrides(arguments):
-    """Sets constants from KEY=VALUE arguments, or @FILE with one on each line, in the constants' types."""
+    """Sets constants from arguments, KEY=VALUE or @FILE with one per line. Each keeps its type."""
     for argument in arguments:
         if argument.startswith("@"):
             apply_overrides(read_constants(argument[1:]))
@@ -1963,10 +1985,11 @@ def apply_overrides(arguments):
         key, _, text = argument.partition("=")
         if key not in constants():
             near = difflib.get_close_matches(key.upper(), constants(), 1, 0.0)[0]
-            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file, such as {near}")
+            raise UserError(f"{argument!r} is not KEY=VALUE for a constant of this file, such as {near}")
         wanted = __annotations__.get(key, type(globals()[key]))  # a type such as int, or int | None
         value = os.path.expanduser(text).replace("{file}", Path(sys.argv[0]).stem)
-        value = re.sub(r"(?<!\\)\\n", "\n", value).replace(r"\\n", r"\n")  # \n is a line break, \\n is \n
+        # \n becomes a line break, and \\n becomes \n
+        value = re.sub(r"(?<!\\)\\n", "\n", value).replace(r"\\n", r"\n")
         if not isinstance(value, wanted) or text == "None":
             with suppress(ValueError, SyntaxError):
                 value = ast.literal_eval(text)
@@ -1984,7 +2007,8 @@ def check_numbers(counts):
         lowest = 1 if name in counts.split() else 0
         if type(value) not in (int, float) or name == "REWARD_MODEL_WEIGHT":
             continue
-        if not lowest <= value or (type(value) is int and value >= 2**63):  # NaN, and seeds beyond 64 bits
+        is_too_large = type(value) is int and value >= 2**63  # a seed has 64 bits
+        if not lowest <= value or is_too_large:  # NaN, too
             raise UserError(f"{name} = {value!r} is not a number from {lowest} on (or too large)")
 
 
@@ -2020,7 +2044,7 @@ def check_constants():
 
 
 def train_main():
-    """Exit codes: 0; 2: the user can correct it; 130, 143: a signal; 1, with a traceback: other errors."""
+    """Exit codes: 0; 2: the user can correct it; 130, 143: a signal; 1, with a traceback: the rest."""
     trainer = None
     try:
         apply_overrides(sys.argv[1:])

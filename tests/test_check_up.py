@@ -72,7 +72,7 @@ def test_figures_of_a_hand_made_table():
         "positive rate, sample at 0.5": 1.0,
         "positives per prompt": 2 / 3,
         "prompts without a positive": 1 / 3,
-        "prompts with flat reward": 1 / 3,
+        "prompts of equal rewards": 1 / 3,
         # ranks of soft .9 .5 .2 .6 1. .1 .4: 6 4 2 5 7 1 3, of hard 1 0 0 0 1 0 0: 6.5 3 3 3 6.5 3 3
         "Spearman of soft with hard": 17.5 / math.sqrt(28 * 17.5),
         # gt_prob .8 .1 0 .3 .9 0 .2: ranks 6 3 1.5 5 7 1.5 4
@@ -86,7 +86,7 @@ def test_figures_of_a_hand_made_table():
     assert figures == pytest.approx(wanted)
     assert tool.find_verdict(figures, "hard_only").startswith("fix the reward: scoring failed for 12% of")
     soft = tool.check_up(table(HAND_MADE), "hard_plus_soft")
-    assert soft["prompts with flat reward"] == 0
+    assert soft["prompts of equal rewards"] == 0
     assert soft["best reward above the pick's, mean"] == pytest.approx((0 + (2.0 - 0.6) + 0.3) / 3)
 
 
