@@ -49,11 +49,11 @@ METHODS = {  # run: (label, command words, steps whose checkpoints are measured)
 def run(name, seed, *words):
     """Runs a trainer, or finishes its run. Returns the metrics of its evaluations, dicts."""
     folder = OUT / f"{name}_{seed}"
-    seconds = -sum(os.times()[2:4])  # processor time of child processes
+    seconds = -sum(os.times()[2:4])  # CPU time of child processes
     command = [sys.executable, *words, f"SEED={seed}", f"OUTPUT_DIR={folder}", "RESUME=yes"]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     seconds += sum(os.times()[2:4])
-    print(f"{name}, seed {seed}: {seconds:.0f} processor seconds", flush=True)
+    print(f"{name}, seed {seed}: {seconds:.0f} CPU seconds", flush=True)
     records = read_rows(folder / "logs/metrics.jsonl")
     return [record for record in records if record.pop("phase") == "eval"]
 

@@ -11,7 +11,7 @@
     MALLOC_MMAP_THRESHOLD_=262144 python bench/speed.py phases grpo/grpo.py 4 384 1024 32768 [KEY=VALUE ...]
     python bench/speed.py ratios                           # first ratios of families of models
 
-One thread, processor seconds. Models are "tiny" (the shipped one), "20M" (a random Llama of 19.7 million
+One thread, CPU seconds. Models are "tiny" (the shipped one), "20M" (a random Llama of 19.7 million
 parameters and 32,768 ids) and "smollm2" (bench/real.py makes it). Sides alternate. `git worktree add
 /tmp/before COMMIT` makes another checkout.
 
@@ -50,7 +50,7 @@ from types import SimpleNamespace
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# One thread: processor seconds, which other programs change little
+# One thread: CPU seconds, which other programs change little
 clock = time.process_time if os.environ["OMP_NUM_THREADS"] == "1" else time.perf_counter
 time.perf_counter = clock  # what the trainers measure their activities by
 

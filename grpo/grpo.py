@@ -151,7 +151,7 @@ MINI_BATCHES = 1  # optimizer steps per pass
 SCALE_REWARDS = "group"  # group | batch | none: whose standard deviation advantages are divided by
 LEAVE_ONE_OUT = False  # the baseline is the mean of the other responses (RLOO, 2402.14740)
 RESAMPLE_ZERO_VARIANCE_GROUPS = 0  # batches drawn to replace such groups (dynamic sampling, 2503.14476)
-CLIP_RANGE = 0.2  # gspo wants about 3e-4 (in bfloat16 with one optimizer step per rollout: rounding)
+CLIP_RANGE = 0.2  # gspo wants about 3e-4, in bfloat16 with one optimizer step per rollout only
 CLIP_RANGE_HIGH: float | None = None  # None: CLIP_RANGE. DAPO takes 0.28, gspo about 4e-4, cispo about 4
 ENTROPY_COEF = 0.0
 SKIP_ZERO_VARIANCE_GROUPS = True  # the update leaves them out where KL_COEF and ENTROPY_COEF are 0
@@ -339,6 +339,7 @@ class GRPOTrainer:
         elif KL_COEF > 0:
             synced = checkpoint / "reference" if checkpoint and REFERENCE_SYNC_STEPS else None
             path = synced or REFERENCE_MODEL or ACTOR_MODEL
+            # One that moves stays in float32: bfloat16 would lose small moves
             self.reference = load_model(causal, path, is_trained=REFERENCE_SYNC_STEPS > 0)
             self.reference.to(self.device)
         if REFERENCE_SYNC_STEPS:
@@ -425,6 +426,7 @@ class GRPOTrainer:
             if not replaced:
                 return
             new = self.rollout(self.next_prompts()[: len(replaced) // GROUP_SIZE])
+            # Where an epoch's end gave fewer rows, the last groups stay
             for target, source in ((vars(batch), vars(new)), (batch.reward_parts, new.reward_parts)):
                 for name in source.keys() - {"reward_parts"}:
                     for row, value in zip(replaced, source[name]):
@@ -645,7 +647,7 @@ class GRPOTrainer:
         step = self.state.step
         advantages = (batch.advantages * batch.mask).sum(1) / batch.mask.sum(1)  # means over tokens
         metrics = {
-            "epoch": (max(step, self.state.batches) - 1) // self.steps_per_epoch + 1,
+            "epoch": (self.state.batches - 1) // self.steps_per_epoch + 1,
             **metrics,
             **self.response_metrics(batch),
             "advantage_abs": advantages.abs().mean().item(),
@@ -911,7 +913,8 @@ class Cache(transformers.DynamicCache):
 
 
 def takes_4d_mask(model, cache):
-    """Returns whether all layers have full attention: it adds a mask (rows, 1, T, tokens) to scores."""
+    """Returns whether forward() may pass its own mask (rows, 1, T, tokens), which is added to the
+    scores: all layers have full attention, by sdpa, without alibi."""
     config = model.config
     is_full = all(type(layer) is DynamicLayer for layer in cache.layers)
     return is_full and config._attn_implementation == "sdpa" and not getattr(config, "alibi", False)
@@ -1218,7 +1221,8 @@ def read_records(spec):
 
 
 def without_nulls(value):
-    """Returns a value without the None that parquet puts where a dict in it lacks a key of another."""
+    """Returns a value without None in its dicts: parquet gives all dicts of a column the same keys, and
+    None where one had no such key."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -1316,7 +1320,8 @@ def complete_columns(rows):
 
 
 def check_answers(functions, rows):
-    """Refuses a row without an answer if a function of rewards/ raises for it, because it needs one."""
+    """Calls each function of rewards/ on a row without an answer: one that needs answers raises here,
+    not in the middle of the run."""
     row = next((row for row in rows if row["answer"] is None), None)
     for _, function, _ in functions:
         if row and getattr(function, "__module__", "") == "rewards":
@@ -1449,8 +1454,12 @@ class Run:
         with suppress(ValueError):  # only the main thread gets signals
             numbers = (signal.SIGINT, signal.SIGTERM)
             self.handlers = {number: signal.signal(number, self.on_signal) for number in numbers}
-        if rank > 0:
-            return
+        if rank == 0:
+            self.open_files(state, is_complete)
+        scores = all_gather((state.best_score, state.evaluations_without_gain))
+        state.best_score, state.evaluations_without_gain = scores[0]  # move_old_files() may reset them
+
+    def open_files(self, state, is_complete):
         self.lock.acquire(timeout=0)  # a second train() has to take it again
         self.compare(state, is_complete)
         for half in self.folder.glob("step_*.tmp"):  # a kill may leave some
@@ -1476,8 +1485,8 @@ class Run:
 
     def compare(self, state, is_complete):
         """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights
-        are those of the checkpoint. Refuses a complete run that would end as if it had trained what
-        changed."""
+        are those of the checkpoint. If no step is left, refuses every change: the run would end at
+        once, as if it had trained with what changed."""
         if not self.checkpoint:
             return
         earlier = json.loads((self.checkpoint / "run.json").read_text())
@@ -1489,7 +1498,7 @@ class Run:
                 changes.append(f"the {what} changed since step {state.step}")
                 print(changes[-1], flush=True)
         hint = "RESUME=no or another OUTPUT_DIR begins another run"
-        for name in ("ACTOR_MODEL", "CRITIC_MODEL"):
+        for name in ("ACTOR_MODEL", "CRITIC_MODEL"):  # the latter in ppo.py
             model = earlier["constants"].get(name)
             if model != constants().get(name):
                 raise UserError(f"the weights of {self.checkpoint} are of {name}={model}: {hint}")
@@ -1497,8 +1506,8 @@ class Run:
             raise UserError(f"complete at step {state.step}, but {'; '.join(changes)}: {hint}")
 
     def move_old_files(self, state, target):
-        """Moves files to the folder `target`: of a run that continues here later checkpoints, else
-        all of an earlier run. best/ goes with them, since it may be theirs."""
+        """Moves files to the folder `target`: checkpoints after the resumed one if the run continues
+        here, else all that an earlier run left. best/ moves with them: it may come from what was moved."""
         config = self.folder / "training_config.json"
         is_own = self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve()
         if not is_own:
@@ -1516,7 +1525,7 @@ class Run:
         if stale:
             state.best_score = -math.inf
             stale += [path.parent for path in self.folder.glob("best/*/config.json")]
-        stale.sort(key=lambda path: path == config)  # it goes last: a start without it moves nothing
+        stale.sort(key=lambda path: path == config)  # last: after a kill the next start moves the rest
         for path in stale:
             moved = target / path.relative_to(self.folder)
             moved.parent.mkdir(parents=True, exist_ok=True)

@@ -1019,7 +1019,8 @@ class Cache(transformers.DynamicCache):
 
 
 def takes_4d_mask(model, cache):
-    """Returns whether all layers have full attention: it adds a mask (rows, 1, T, tokens) to scores."""
+    """Returns whether forward() may pass its own mask (rows, 1, T, tokens), which is added to the
+    scores: all layers have full attention, by sdpa, without alibi."""
     config = model.config
     is_full = all(type(layer) is DynamicLayer for layer in cache.layers)
     return is_full and config._attn_implementation == "sdpa" and not getattr(config, "alibi", False)
@@ -1519,7 +1520,8 @@ def read_records(spec):
 
 
 def without_nulls(value):
-    """Returns a value without the None that parquet puts where a dict in it lacks a key of another."""
+    """Returns a value without None in its dicts: parquet gives all dicts of a column the same keys, and
+    None where one had no such key."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -1617,7 +1619,8 @@ def complete_columns(rows):
 
 
 def check_answers(functions, rows):
-    """Refuses a row without an answer if a function of rewards/ raises for it, because it needs one."""
+    """Calls each function of rewards/ on a row without an answer: one that needs answers raises here,
+    not in the middle of the run."""
     row = next((row for row in rows if row["answer"] is None), None)
     for _, function, _ in functions:
         if row and getattr(function, "__module__", "") == "rewards":
@@ -1750,8 +1753,12 @@ class Run:
         with suppress(ValueError):  # only the main thread gets signals
             numbers = (signal.SIGINT, signal.SIGTERM)
             self.handlers = {number: signal.signal(number, self.on_signal) for number in numbers}
-        if rank > 0:
-            return
+        if rank == 0:
+            self.open_files(state, is_complete)
+        scores = all_gather((state.best_score, state.evaluations_without_gain))
+        state.best_score, state.evaluations_without_gain = scores[0]  # move_old_files() may reset them
+
+    def open_files(self, state, is_complete):
         self.lock.acquire(timeout=0)  # a second train() has to take it again
         self.compare(state, is_complete)
         for half in self.folder.glob("step_*.tmp"):  # a kill may leave some
@@ -1777,8 +1784,8 @@ class Run:
 
     def compare(self, state, is_complete):
         """Prints what changed since the checkpoint that is resumed. Refuses another model: the weights
-        are those of the checkpoint. Refuses a complete run that would end as if it had trained what
-        changed."""
+        are those of the checkpoint. If no step is left, refuses every change: the run would end at
+        once, as if it had trained with what changed."""
         if not self.checkpoint:
             return
         earlier = json.loads((self.checkpoint / "run.json").read_text())
@@ -1790,7 +1797,7 @@ class Run:
                 changes.append(f"the {what} changed since step {state.step}")
                 print(changes[-1], flush=True)
         hint = "RESUME=no or another OUTPUT_DIR begins another run"
-        for name in ("ACTOR_MODEL", "CRITIC_MODEL"):
+        for name in ("ACTOR_MODEL", "CRITIC_MODEL"):  # the latter in ppo.py
             model = earlier["constants"].get(name)
             if model != constants().get(name):
                 raise UserError(f"the weights of {self.checkpoint} are of {name}={model}: {hint}")
@@ -1824,7 +1831,7 @@ class Run:
         if stale:
             state.best_score = -math.inf
             stale += [path.parent for path in self.folder.glob("best/*/config.json")]
-        stale.sort(key=lambda path: path == config)  # it goes last: a start without it moves nothing
+        stale.sort(key=lambda path: path == config)  # last: after a kill the next start moves the rest
         for path in stale:
             moved = target / path.relative_to(self.folder)
             moved.parent.mkdir(parents=True, exist_ok=True)

@@ -91,7 +91,7 @@ def check_up(table, reward_mode):
     has_right, highest = by_prompt.hard.max(), by_prompt.reward.max()
     figures["positives per prompt"] = by_prompt.hard.sum().mean()
     figures["prompts without a positive"] = (has_right == 0).mean()
-    figures["prompts with flat reward"] = (highest - by_prompt.reward.min() < 1e-6).mean()
+    figures["prompts of equal rewards"] = (highest - by_prompt.reward.min() < 1e-6).mean()
     for key, other in (("gt_prob", "hard"), ("soft", "hard"), ("gt_prob", "soft")):
         varies = verified[key].nunique() > 1 < verified[other].nunique()
         correlation = verified[key].corr(verified[other], "spearman") if varies else np.nan
@@ -109,7 +109,7 @@ def find_verdict(figures, reward_mode):
     """Returns what to do next, in a sentence: fix the reward, mine more, or train."""
     failed = figures["failed"] / (figures["failed"] + figures["verified"])
     without = figures["prompts without a positive"]
-    flat = figures["prompts with flat reward"]
+    equal = figures["prompts of equal rewards"]
     best = figures["accuracy of the best candidate"]
     pick = figures["accuracy of the policy's pick"]
     graded_by = MODES[reward_mode][1]
@@ -126,8 +126,8 @@ def find_verdict(figures, reward_mode):
     if best - pick < 0.02:
         what = "the candidates are hardly better than the policy's own pick"
         return f"mine more: {what}; take harder prompts, higher SAMPLE_TEMPERATURES or a larger pool"
-    if flat > 0.5:
-        return f"fix the reward: {flat:.0%} of the prompts have equal rewards; take a REWARD_MODE that grades"
+    if equal > 0.5:
+        return f"fix the reward: {equal:.0%} of the prompts have equal rewards; take one that grades"
     right = f"the best candidate is right for {best:.0%} of the prompts"
     return f"train: {right}, the policy's own pick for {pick:.0%}"
 
