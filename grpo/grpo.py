@@ -1614,7 +1614,7 @@ def atomic_folder(path):
 
 
 # The panels of grpo_metrics_with_entropy.png; training_metrics_detailed.png has all metrics that vary
-PANELS = "accuracy_sampled reward entropy policy_loss policy_grad_norm zero_variance_groups kl".split()
+PANELS = "accuracy_sampled reward entropy response_length policy_grad_norm zero_variance_groups kl".split()
 
 
 def draw_grid(folder, path, names=None):

@@ -1614,7 +1614,7 @@ def atomic_folder(path):
 
 
 # The panels of ppo_metrics_with_entropy.png; training_metrics_detailed.png has all metrics that vary
-PANELS = "accuracy_sampled reward entropy policy_loss value_loss kl explained_variance clip_fraction".split()
+PANELS = "accuracy_sampled reward entropy value_loss explained_variance kl clip_fraction".split()
 
 
 def draw_grid(folder, path, names=None):

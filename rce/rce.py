@@ -751,7 +751,7 @@ class RCETrainer:
             "tau": batch.tau,
             "effective_candidates": np.mean([entr(w).sum().exp() for w in batch.prompt_weights]).item(),
             "weight_on_best": np.mean([w.max() for w in batch.prompt_weights]).item(),
-            "reward": batch.rewards.mean().item(),
+            "candidate_reward": batch.rewards.mean().item(),
             "weighted_reward": (batch.weights * batch.rewards).sum().item() / len(batch.prompt_weights),
             "response_length": batch.mask.sum(1).mean().item(),
             **{f"seconds/{name}": seconds for name, seconds in self.seconds.items()},
@@ -1920,7 +1920,7 @@ def atomic_folder(path):
 
 
 # The panels of rce_metrics_with_entropy.png; training_metrics_detailed.png has all metrics that vary
-PANELS = "accuracy_sampled pick_accuracy reward entropy policy_loss effective_candidates".split()
+PANELS = "accuracy_sampled pick_accuracy reward candidate_reward entropy policy_loss".split()
 
 
 def draw_grid(folder, path, names=None):
