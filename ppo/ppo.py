@@ -15,7 +15,8 @@ pi_old and V_old are those of the rollout, pi and V of the update. t runs over t
 policy wrote; tokens of a tool between them are skipped. mean_t is over all tokens of an optimizer
 step, whatever the size of a micro-batch. Actor and critic are two networks.
 
-Shapes: rows = responses, grouped by prompt; P, R = tokens of the longest prompt and response.
+Shapes: rows = responses, grouped by prompt; P = tokens of the longest prompt; R = MAX_NEW_TOKENS, or in a
+micro-batch the tokens of its longest response.
 
     python ppo/ppo.py                          # edit the constants below, or give KEY=VALUE or @FILE
     python ppo/ppo.py ACTOR_MODEL=Qwen/Qwen2.5-0.5B-Instruct REWARD_MODEL=None LEARNING_RATE=1e-6
@@ -113,6 +114,7 @@ REWARD_MODEL_WEIGHT = 0.1
 MISSING_EOS_PENALTY = 0.0  # subtracted from the score of a response cut at MAX_NEW_TOKENS
 ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is correct (evaluation)
 
+# A step is one rollout with all optimizer steps on it; constants in steps count these
 # Rollout
 BATCH_SIZE = 16  # prompts per call of generate()
 # A step samples BATCH_SIZE times this many prompts before its first update. It does not cut the update
@@ -356,7 +358,7 @@ class PPOTrainer:
     def train(self):
         """Trains until the last step, a signal, or patience ends it. Returns the last evaluation."""
         state = self.state
-        self.run.open(state, self.is_over())  # opens the logs and catches signals
+        self.run.open(state, is_complete=self.is_over())  # opens the logs and catches signals
         counts = f"{len(self.train_rows)} prompts and {len(self.eval_rows)} held out"
         self.run.log(f"{counts}, on {self.device}")
         if not state.evaluation:
@@ -376,7 +378,7 @@ class PPOTrainer:
                 self.log_evaluation(self.evaluate())
             if SAVE_EVERY_N_STEPS and state.step % SAVE_EVERY_N_STEPS == 0:
                 self.save()
-        if not self.eval_rows or not (self.run.folder / "best").exists():
+        if not self.eval_rows or not (self.run.folder / "best/policy").exists():
             self.save_best()  # without evaluation the last policy is the best
         self.save()
         self.run.close(state)
@@ -430,7 +432,7 @@ class PPOTrainer:
         for first in range(0, len(rows), BATCH_SIZE * GROUP_SIZE):  # the cache of more may not fit
             part = slice(first, first + BATCH_SIZE * GROUP_SIZE)
             numbers = None if uniform is None else uniform[part].to(self.device)
-            with autocast(self.device):  # it keeps the weights that it cast until its outermost end
+            with autocast(self.device):  # around all tokens: the weights are cast once
                 sampled = generate(self.actor, column(rows[part], "ids"), numbers, self.end_ids)
             batch.ids[part], batch.logprobs[part], batch.entropies[part] = sampled
         is_end = torch.isin(batch.ids, torch.tensor(self.end_ids))
@@ -592,7 +594,7 @@ class PPOTrainer:
         rows = self.eval_rows
         if prompts is not None:
             answers = answers or [None] * len(prompts)
-            rows = [make_row(self.tokenizer, *pair) for pair in zip(prompts, answers)]
+            rows = [make_row(self.tokenizer, *pair) for pair in zip(prompts, answers, strict=True)]
         if not rows:
             return {}
         generator = torch.Generator().manual_seed(SEED + 1)
@@ -605,7 +607,7 @@ class PPOTrainer:
             metrics["accuracy_greedy"] = self.correct(self.respond(share(rows), None)).mean().item()
             metrics["accuracy_sampled"] = correct.mean().item()
             metrics[f"pass@{EVAL_SAMPLES}"] = correct.amax(1).mean().item()
-        if prompts is None or None not in answers:  # held-out rows were checked at the start
+        if prompts is None or None not in answers:  # check_answers() has seen the held-out rows
             self.score_responses(sampled)
         return metrics | self.response_metrics(join(all_gather(sampled)))
 
@@ -1020,6 +1022,7 @@ class Decoder:
 
     def step(self):
         """Reads self.tokens (rows, 1). Returns the logits after them, (rows, vocabulary)."""
+        # With a graph the mask is as wide as the capacity, and 0 beyond the token: forward() counts the ones
         places = torch.arange(self.cache.length, device=self.model.device)
         mask = (places >= self.padding) & (places <= self.place)
         output = forward(self.model, self.tokens, mask.long(), self.cache)
@@ -1069,8 +1072,9 @@ def generate(model, prompts, uniform, end_ids):
 
 def response_output(model, batch, rows):
     """Returns the ids (rows, R) of the responses with the indices `rows`, and the model's output without
-    its head, whose last_hidden_state (rows, R, width) predicts each of these tokens. With recomputed or
-    recurrent layers a cache has no gradient: then prompt and response run together."""
+    its head, whose last_hidden_state (rows, R, width) predicts each of these tokens. With
+    GRADIENT_CHECKPOINTING or recurrent layers no gradient flows through a cache: then prompt and response
+    run together."""
     prompts = [batch.rows[i]["ids"] for i in rows]
     ids = batch.ids[rows, : int(batch.lengths[rows].max())].to(model.device)
     layers = Cache(config=model.config).layers
@@ -1302,7 +1306,7 @@ def encode(tokenizer, prompt, response=None):
         raise UserError("chats and SYSTEM_PROMPT need a tokenizer with a chat template")
     text = messages[0]["content"]
     if response is not None:
-        text += response + tokenizer.eos_token
+        text += response + (tokenizer.eos_token or "")
     ids = tokenizer(text)["input_ids"]
     if response is None and ids[-1:] == [tokenizer.eos_token_id]:  # some append EOS to every text
         ids = ids[:-1]

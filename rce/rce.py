@@ -367,7 +367,7 @@ class RCETrainer:
                 state.round += 1
                 state.round_start = state.step
                 self.save()  # the next round mines from this checkpoint
-        if state.step and (not state.evaluation or not (self.run.folder / "best").exists()):
+        if state.step and (not state.evaluation or not (self.run.folder / "best/policy").exists()):
             self.save_best()
         self.save()
         self.run.close(state)
@@ -654,7 +654,7 @@ class RCETrainer:
         for first in range(0, len(rows), BATCH_SIZE * GROUP_SIZE):  # the cache of more may not fit
             part = slice(first, first + BATCH_SIZE * GROUP_SIZE)
             numbers = None if uniform is None else uniform[part].to(self.device)
-            with autocast(self.device):  # it keeps the weights that it cast until its outermost end
+            with autocast(self.device):  # around all tokens: the weights are cast once
                 prompts = column(rows[part], "ids")
                 sampled = generate(self.actor, prompts, numbers, self.end_ids, temperatures[part])
             batch.ids[part], batch.logprobs[part] = sampled
@@ -714,7 +714,7 @@ class RCETrainer:
         rows = self.eval_rows
         if prompts is not None:
             answers = answers or [None] * len(prompts)
-            rows = [make_row(self.tokenizer, *pair) for pair in zip(prompts, answers)]
+            rows = [make_row(self.tokenizer, *pair) for pair in zip(prompts, answers, strict=True)]
         if not rows:
             return {}
         generator = torch.Generator().manual_seed(SEED + 1)
@@ -727,7 +727,7 @@ class RCETrainer:
             metrics["accuracy_greedy"] = self.correct(self.respond(share(rows), None)).mean().item()
             metrics["accuracy_sampled"] = correct.mean().item()
             metrics[f"pass@{EVAL_SAMPLES}"] = correct.amax(1).mean().item()
-        if prompts is None or None not in answers:  # held-out rows were checked at the start
+        if prompts is None or None not in answers:  # check_answers() has seen the held-out rows
             self.score_responses(sampled)
         return metrics | self.response_metrics(join(all_gather(sampled)))
 
@@ -1137,6 +1137,7 @@ class Decoder:
 
     def step(self):
         """Reads self.tokens (rows, 1). Returns the logits after them, (rows, vocabulary)."""
+        # With a graph the mask is as wide as the capacity, and 0 beyond the token: forward() counts the ones
         places = torch.arange(self.cache.length, device=self.model.device)
         mask = (places >= self.padding) & (places <= self.place)
         output = forward(self.model, self.tokens, mask.long(), self.cache)
@@ -1186,8 +1187,9 @@ def generate(model, prompts, uniform, end_ids, temperatures):
 
 def response_output(model, batch, rows):
     """Returns the ids (rows, R) of the responses with the indices `rows`, and the model's output without
-    its head, whose last_hidden_state (rows, R, width) predicts each of these tokens. With recomputed or
-    recurrent layers a cache has no gradient: then prompt and response run together."""
+    its head, whose last_hidden_state (rows, R, width) predicts each of these tokens. With
+    GRADIENT_CHECKPOINTING or recurrent layers no gradient flows through a cache: then prompt and response
+    run together."""
     prompts = [batch.rows[i]["ids"] for i in rows]
     ids = batch.ids[rows, : int(batch.lengths[rows].max())].to(model.device)
     layers = Cache(config=model.config).layers
@@ -1601,7 +1603,7 @@ def encode(tokenizer, prompt, response=None):
         raise UserError("chats and SYSTEM_PROMPT need a tokenizer with a chat template")
     text = messages[0]["content"]
     if response is not None:
-        text += response + tokenizer.eos_token
+        text += response + (tokenizer.eos_token or "")
     ids = tokenizer(text)["input_ids"]
     if response is None and ids[-1:] == [tokenizer.eos_token_id]:  # some append EOS to every text
         ids = ids[:-1]
