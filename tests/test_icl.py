@@ -341,7 +341,7 @@ BAD = {  # file: its content, and what the refusal of it says
     "word, says",
     [
         ("MINE_QUERIES=4", "such as MINE_QUEST"),
-        ("REWARD_MODE=best", "REWARD_MODE is one of hard_only, "),
+        ("REWARD_MODE=best", "REWARD_MODE is a function or one of hard_only, "),
         ("TAU=0", "TAU, MAX_GRAD_NORM and temperatures are above 0"),
         ("SAMPLE_TEMPERATURES=[-1.0]", "temperatures are above 0"),
         ("SHOTS=0", "SHOTS = 0"),
