@@ -1,4 +1,4 @@
-"""Learns which demonstrations to show a frozen language model, from its answers: RCE, then GRPO.
+"""Learns which demonstrations to show a frozen language model: RCE, then GRPO.
 
 A language model (the reader) answers questions better after it has seen solved examples (demonstrations),
 and which ones it sees matters. Here a small network (the policy) picks them for each question from a pool.
@@ -1497,11 +1497,12 @@ class Run:
             stale = [path for path in stale if int(path.stem.rpartition("_")[2]) > state.step]
         else:
             state.log_sizes = {}
-            patterns = "logs/*.jsonl logs/training_*.log *_metrics_*.png training_config.json "
-            patterns += "candidates.jsonl test_*.jsonl best/policy rce/policy eval_test.json"
+            patterns = "logs/*.jsonl logs/training_*.log *_metrics_*.png candidates.jsonl test_*.jsonl "
+            patterns += "best/policy rce/policy eval_test.json"
             for pattern in patterns.split():
                 stale += self.folder.glob(pattern)
-        for path in sorted(stale, key=config.__eq__):  # it goes last: a start without it moves nothing
+            stale.append(config)  # last: a start without it moves nothing
+        for path in stale:
             moved = target / path.relative_to(self.folder)
             moved.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(path, moved)
@@ -1597,7 +1598,7 @@ def read_panels(path):
         step, phase = record.pop("step"), record.pop("phase")
         stage = ""
         if phase == "train":
-            stage = " in GRPO" if "kl" in record else " in RCE"
+            stage = " in GRPO" if "kl" in record else " in RCE"  # only GRPO has a KL divergence
         for name, value in record.items():
             if value is not None:
                 panels[name + stage].append((step, value))
@@ -1622,8 +1623,8 @@ def draw_grid(folder, path, rules, names=None):
             axis.plot(steps, values, ".-", color="C0", alpha=0.25, label="each step")
             axis.plot(steps[window - 1 :], means, color="C0", label="rolling mean")
         if name == "accuracy":
-            for number, (rule, accuracy) in enumerate(rules.items(), 2):
-                line = {"linestyle": "--", "linewidth": 1, "color": f"C{number}"}
+            for color, (rule, accuracy) in enumerate(rules.items(), 2):
+                line = {"linestyle": "--", "linewidth": 1, "color": f"C{color}"}
                 axis.axhline(accuracy, **line, label=f"rule: {rule}")
         axis.legend(fontsize=6)
     figure.savefig(folder / path, dpi=110)

@@ -11,7 +11,7 @@ import copies
 LIMITS = {
     **{"ppo/ppo.py": 1650, "grpo/grpo.py": 1650, "rce/rce.py": 1905, "rewards/__init__.py": 300},
     **{"ppo/sft.py": 1210, "ppo/reward_model.py": 1170, "rce/dpo.py": 1330},
-    **{"ppo/ppo_rag.py": 1130, "grpo/grpo_rec.py": 1440, "rce/rce_icl.py": 1520},
+    **{"ppo/ppo_rag.py": 1130, "grpo/grpo_rec.py": 1440, "rce/rce_icl.py": 1745},
 }
 
 
