@@ -111,7 +111,9 @@ def read_time(text, where):
     except ValueError:
         takes = "it takes a number, such as seconds since 1970, or a date, such as 2024-03-01T12:30:00"
         raise UserError(f"{where}: {TIME} {text[:40]!r} cannot be read: {takes}") from None
-    return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp(), "date"
+    if date.tzinfo is None:
+        date = date.replace(tzinfo=UTC)
+    return date.timestamp(), "date"
 
 
 def read_log():
@@ -137,35 +139,45 @@ def read_log():
         raise UserError(f"LOG = {LOG!r}: {', '.join(first_of.values())}: times {fault}")
     if repeated := len(lines) - sum(map(len, events.values())):
         print(f"{repeated} of {len(lines)} lines repeat an earlier one's user, item and time: left out")
-    by_time = {user: sorted(pairs, key=lambda pair: pair[0]) for user, pairs in events.items()}
-    return titles, {user: pairs[-LONGEST:] for user, pairs in by_time.items()}
+    by_time = {}
+    for user, pairs in events.items():
+        ordered = sorted(pairs, key=lambda pair: pair[0])
+        by_time[user] = ordered[-LONGEST:]
+    return titles, by_time
 
 
 def split_rows(events):
     """Returns {split: [(user, history with the item that came next at its end)]}, the MAX_HISTORY to train
     with, and {item: how often it was bought before validation begins}."""
     seconds = sorted(second for pairs in events.values() for second, _ in pairs)
-    begins = [seconds[int(len(seconds) * (1 - share))] for share in (VALID_SHARE + TEST_SHARE, TEST_SHARE)]
+    valid_begin = seconds[int(len(seconds) * (1 - (VALID_SHARE + TEST_SHARE)))]
+    test_begin = seconds[int(len(seconds) * (1 - TEST_SHARE))]
     rows = {"train": [], "valid": [], "test": []}
     trained_items = {}
     for user, pairs in events.items():
         items = [item for _, item in pairs]
         count = len(items)
+        trained, known = count, count  # how many items are trained on, and how many come before the test
         if SPLIT == "time":
-            trained, known = (bisect_left(pairs, (begin,)) for begin in begins)
-        else:
-            trained, known = (count - 2, count - 1) if count > 2 else (count, count)
+            trained = bisect_left(pairs, (valid_begin,))
+            known = bisect_left(pairs, (test_begin,))
+        elif count > 2:
+            trained, known = count - 2, count - 1
         trained_items[user] = items[:trained]
-        rows["valid"] += [(user, items[: at + 1]) for at in range(max(1, trained), known)]
-        rows["test"] += [(user, items[: at + 1]) for at in range(max(1, known), count)]
+        for end in range(max(1, trained), known):
+            rows["valid"].append((user, items[: end + 1]))
+        for end in range(max(1, known), count):
+            rows["test"].append((user, items[: end + 1]))
     longest = MAX_HISTORY or suitable_history([len(items) - 1 for _, items in rows["valid"]])
     if longest < STRIDE:
         fault = f"STRIDE = {STRIDE} is above MAX_HISTORY = {longest}"
         raise UserError(f"{fault}: items between would not be trained on; give a smaller one, or MAX_HISTORY")
+    bought = Counter()
     for user, items in trained_items.items():
         ends = range(len(items), 1, -(STRIDE or longest))
-        rows["train"] += [(user, items[:end]) for end in ends][::-1]
-    bought = Counter(item for items in trained_items.values() for item in items)
+        for end in reversed(ends):
+            rows["train"].append((user, items[:end]))
+        bought.update(items)
     if not all(rows.values()):
         found = ", ".join(f"{len(pairs)} for {name}" for name, pairs in rows.items())
         last = "of three interactions or more" if SPLIT == "last" else "that returned, or SPLIT=last"
@@ -192,31 +204,33 @@ def title_vectors(texts):
 def make_codes(items, vectors, bought):
     """Returns {item: [codes]}; vectors (items, width), bought {item: how often}."""
     warnings.simplefilter("ignore", ConvergenceWarning)  # fewer vectors that differ than groups
-    rest = vectors.astype(np.float64)
-    paths = []
+    residuals = vectors.astype(np.float64)
+    levels = []  # of each level the code of each item
     count = min(CODES, len(items)) or math.isqrt(len(items) - 1) + 1
     for _ in range(LEVELS):
-        groups = KMeans(count, n_init=1, random_state=SEED).fit(rest)
-        rest = rest - groups.cluster_centers_[groups.labels_]
-        paths.append(groups.labels_.tolist())
-    same = defaultdict(list)
-    for item, path in zip(items, zip(*paths)):
-        same[path].append(item)
+        groups = KMeans(count, n_init=1, random_state=SEED).fit(residuals)
+        residuals = residuals - groups.cluster_centers_[groups.labels_]
+        levels.append(groups.labels_.tolist())
+    items_of = defaultdict(list)  # {codes: the items that have them}
+    for item, path in zip(items, zip(*levels)):
+        items_of[path].append(item)
     codes = {}
-    for path, members in same.items():
+    for path, members in items_of.items():
         for place, item in enumerate(sorted(members, key=lambda item: -bought[item])):
-            last = [place] if len(same) < len(items) else []
-            codes[item] = [f"<{letter}_{x}>" for letter, x in zip("abcdefghijkl", [*path, *last])]
+            numbers = list(path)
+            if len(items_of) < len(items):  # some items have the same codes
+                numbers.append(place)
+            codes[item] = [f"<{letter}_{x}>" for letter, x in zip("abcdefghijkl", numbers)]
     return {item: codes[item] for item in items}
 
 
 def write(folder, rows, longest, titles, codes):
     folder.mkdir(parents=True, exist_ok=True)
-    for name, some in rows.items():
+    for name, split in rows.items():
         with open(folder / f"{name}.csv", "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["user_id", "history_item_id", "item_id"])
-            writer.writerows([user, items[:-1], items[-1]] for user, items in some)
+            writer.writerows([user, items[:-1], items[-1]] for user, items in split)
     (folder / "index.json").write_text(json.dumps(codes) + "\n")
     lines = [f"{''.join(codes[item])}\t{title}\t{item}\n" for item, title in titles.items()]
     (folder / "items.txt").write_text("".join(lines), encoding="utf-8")

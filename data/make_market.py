@@ -87,7 +87,9 @@ def make_example(rng, guilds, regions):
 
 def answer(example, tables):
     places, last_words = tables
-    return f"{example['goods'][places[example['guild']]]} {last_words[example['region']]}"
+    place = places[example["guild"]]
+    last_word = last_words[example["region"]]
+    return f"{example['goods'][place]} {last_word}"
 
 
 def write_rows(path, rng, count, tables):
@@ -95,8 +97,9 @@ def write_rows(path, rng, count, tables):
         writer = csv.writer(file)
         writer.writerow(["question", "answer", "guild", "region"])
         for _ in range(count):
-            x = make_example(rng, list(GUILDS), list(REGIONS))
-            writer.writerow([x["question"], answer(x, tables), x["guild"], x["region"]])
+            example = make_example(rng, list(GUILDS), list(REGIONS))
+            row = [example["question"], answer(example, tables), example["guild"], example["region"]]
+            writer.writerow(row)
 
 
 # ---------------------------------------------------------------- the reader
@@ -141,11 +144,13 @@ def make_batch(rng, tokenizer):
         regions = rng.sample(list(REGIONS), rng.randint(1, 4))
         tables = make_tables(rng)
         examples = [make_example(rng, guilds, regions) for _ in range(EXAMPLES)]
-        texts.append("")
-        for x in examples:
-            texts[-1] += f"Question: {x['question']}\nAnswer: {answer(x, tables)}\n\n"
-            numbers = list(GUILDS).index(x["guild"]), list(REGIONS).index(x["region"])
-            facts.append([*numbers, tables[0][x["guild"]]])
+        places, _ = tables
+        text = ""
+        for example in examples:
+            guild, region = example["guild"], example["region"]
+            text += f"Question: {example['question']}\nAnswer: {answer(example, tables)}\n\n"
+            facts.append([list(GUILDS).index(guild), list(REGIONS).index(region), places[guild]])
+        texts.append(text)
     ids = tokenizer(texts, return_tensors="pt")["input_ids"]
     length = ids.shape[1] // EXAMPLES  # all examples have as many tokens
     facts = torch.tensor(facts).view(BATCH, EXAMPLES, 3)

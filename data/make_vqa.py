@@ -37,9 +37,8 @@ def main(questions, annotations, images, out):
     questions = json.loads(Path(questions).read_text())["questions"]
     rows = list(make_rows(questions, annotations, images))
     Path(out).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(
-        f"{len(rows)} of {len(questions)} questions about {len({row['image'] for row in rows})} images: {out}"
-    )
+    num_images = len({row["image"] for row in rows})
+    print(f"{len(rows)} of {len(questions)} questions about {num_images} images: {out}")
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ rce_icl.OUTPUT_DIR = f"{ROOT}/checkpoints/icl_votes"
 
 
 class VoteReader:
-    """P(answer) = (PRIOR_STRENGTH * its share of all demonstrations' answers + the similarity of those read
-    that show it) / the sum over all answers."""
+    """P(answer) is its weight / the sum of all answers' weights. The weight is PRIOR_STRENGTH * its share of
+    the answers of all demonstrations + the similarity of those demonstrations in the prompt that show it."""
 
     def __init__(self, demos):
         counts = Counter(demo["answer"] for demo in demos)
@@ -65,8 +65,10 @@ class VoteReader:
         for question, demonstrations in asked:
             weights = self.weights(question, demonstrations)
             total = PRIOR_STRENGTH + sum(weights.values()) - sum(map(self.prior.get, weights))
-            of_golds = [weights.get(gold, self.prior.get(gold, 0.0)) for gold in set(question["golds"])]
-            probabilities.append(sum(of_golds) / total)
+            of_golds = 0.0
+            for gold in set(question["golds"]):
+                of_golds += weights.get(gold, self.prior.get(gold, 0.0))
+            probabilities.append(of_golds / total)
         return probabilities
 
 

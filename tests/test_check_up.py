@@ -99,9 +99,8 @@ def test_its_rewards_are_the_trainers(path):
         found = tool.shaped_rewards(table(groups), mode).tolist()
         wanted = []
         for group in groups:
-            if path == "rce/rce.py":
-                group = [SimpleNamespace(**candidate) for candidate in group]
-            wanted += trainer.shaped_rewards(group).tolist()
+            candidates = [SimpleNamespace(**candidate) for candidate in group]
+            wanted += trainer.shaped_rewards(candidates).tolist()
         assert found == pytest.approx(wanted)
 
 
@@ -144,8 +143,11 @@ def write_lists(path, groups):
 
 def test_lists_of_rce_icl_are_read_and_a_reward_can_be_given(tmp_path, capsys):
     icl = load("rce/rce_icl.py")
-    lists = [icl.new_list([n], "alone", None) | icl.score_answer("ab"[n % 2], ["a"]) for n in range(4)]
-    groups = [[{**x, "gt_prob": 0.1 * n} for n, x in enumerate(lists)]] * 3
+    lists = []
+    for n in range(4):
+        scores = icl.score_answer("ab"[n % 2], ["a"])
+        lists.append(vars(icl.DemoList([n], ["alone"], [None], gt_prob=0.1 * n, **scores)))
+    groups = [lists] * 3
     write_lists(tmp_path / "candidates.jsonl", groups)
     with open(tmp_path / "candidates.jsonl", "a") as file:
         file.write('{"id": "8", "lists": [{"sho')  # the run goes on

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+from copy import deepcopy
 from types import SimpleNamespace
 
 import numpy as np
@@ -61,17 +62,17 @@ def test_the_losses_by_hand(icl):
     wanted = 0.2 * math.log(0.2 / 0.5) + 0.8 * math.log(0.8 / 0.5)
     assert module.choice_kl(logp, logq).item() == pytest.approx(wanted, abs=1e-12)
     entropy = -0.2 * math.log(0.2) - 0.8 * math.log(0.8)
-    assert -module.choice_kl(logp, 0 * logq).item() == pytest.approx(entropy)
+    assert module.choice_entropy(logp).item() == pytest.approx(entropy)
 
 
 def make_policy(module, pool=5, questions=2, size=6):
     """Returns a policy with random weights, its inputs in float64, and the tensors that these are of."""
     torch.manual_seed(0)
     candidates = torch.randn(questions * pool, size, dtype=torch.float64)
-    rows = torch.arange(questions * pool).view(questions, pool)
+    pools = torch.arange(questions * pool).view(questions, pool)
     vectors = torch.randn(questions, size - 2, dtype=torch.float64)
     similarity = torch.rand(questions, pool, dtype=torch.float64)
-    inputs = SimpleNamespace(vectors=vectors, candidates=candidates, rows=rows, similarity=similarity)
+    inputs = SimpleNamespace(vectors=vectors, candidates=candidates, pool=pools, similarity=similarity)
     inputs.is_padding = torch.zeros(questions, pool, dtype=torch.bool)
     policy = module.Pointer(size).double()
     torch.nn.init.normal_(policy.output.weight)
@@ -166,16 +167,16 @@ def test_mining_finds_the_best_list_of_all(icl, shots):
     trainer = with_reader(module, value)
     for question in trainer.splits["train"][:3]:
         lists = trainer.mine_question(question, shots)
-        assert lists[0]["source"][0] == "greedy" and len({tuple(x["shown"]) for x in lists}) == len(lists)
+        assert lists[0].source == ["greedy"] and len({tuple(x.shown) for x in lists}) == len(lists)
         for length in range(1, shots + 1):
-            of_length = [x for x in lists if len(x["shown"]) == length]
+            of_length = [x for x in lists if len(x.shown) == length]
             best = max(map(value, itertools.permutations(question["pool"].tolist(), length)))
-            assert max(module.column(of_length, "gt_prob")) == pytest.approx(best)
+            assert max(x.gt_prob for x in of_length) == pytest.approx(best)
             assert len(of_length) <= 3 + 2 + 1
-        for record in lists:
-            assert record["gt_prob"] == value(record["shown"])
-            assert record["hard"] == (record["gt_prob"] > 0.5)
-            assert set(record["shown"]) <= set(question["pool"].tolist())
+        for x in lists:
+            assert x.gt_prob == value(x.shown)
+            assert x.hard == (x.gt_prob > 0.5)
+            assert set(x.shown) <= set(question["pool"].tolist())
         assert lists == trainer.mine_question(question, shots)  # the same numbers each time
 
 
@@ -186,10 +187,10 @@ def test_the_rules_by_hand(icl, tmp_path):
     data = {"path": str(tmp_path / "own.csv"), "type": "csv", "input": "text", "output": "label"}
     trainer = with_reader(icl(TRAIN_DATASET=data, TEST_DATASET=None, POOL_SIZE=99), lambda numbers: 0.5)
     assert set(map(trainer.module.answer_format, trainer.demos)) == {"fruit a", "stone b", "stone *"}
-    question = {**trainer.splits["test"][0], "text": "old old brick", "asked": None}
+    question = {**trainer.splits["test"][0], "text": "old old brick", "key": None}
     trainer.corpus.add_pools([question], 99)
-    for rule in trainer.corpus.rules:
-        (numbers,) = trainer.corpus.rule_lists(rule, [question], 99)
+    for rule in trainer.rules.names:
+        (numbers,) = trainer.rules.pick(rule, [question], 99)
         texts = [" ".join(trainer.demos[number]["text"].split()[:2]) for number in numbers]
         count = texts.count("old brick")
         assert texts[:count] == ["old brick"] * count, rule
@@ -275,11 +276,9 @@ def test_no_question_is_in_two_splits_or_in_its_own_pool(icl, tmp_path, capsys):
     )
     trainer = with_reader(icl(**constants, TEST_DATASET=None), lambda numbers: 0.5)
     questions = [question for rows in trainer.splits.values() for question in rows]
-    assert len({question["asked"] for question in questions}) == len(questions) == 60
+    assert len({question["key"] for question in questions}) == len(questions) == 60
     for question in questions:
-        assert question["asked"] not in [
-            trainer.demos[number]["asked"] for number in question["pool"].tolist()
-        ]
+        assert question["key"] not in [trainer.demos[i]["key"] for i in question["pool"].tolist()]
 
 
 def test_patience_in_rce_goes_on_with_grpo_from_the_best_of_rce(icl, tmp_path):
@@ -294,6 +293,21 @@ def test_patience_in_rce_goes_on_with_grpo_from_the_best_of_rce(icl, tmp_path):
     assert kept["step"] == 4 and trainer.state.step == 6  # two evaluations without a gain, of each stage
     start = module.Pointer(trainer.corpus.candidates.shape[1]).state_dict()
     assert not all(torch.equal(start[name], x) for name, x in trainer.reference.state_dict().items())
+
+
+def test_grpo_goes_on_from_the_best_policy_of_rce(icl):
+    module = icl(EVAL_EVERY_N_STEPS=1, RCE_EPOCHS=2, TEST_ORACLE=0, SHOTS=1)
+    trainer = with_reader(module, lambda numbers: numbers[0] % 7 / 7 if numbers else 0.0)
+    accuracies = iter([0.1, 0.2, 0.5, *[0.3] * 99])  # the second step's is the best
+    trainer.evaluate = lambda **_: {"accuracy": next(accuracies)}
+    trainer.state.rules = {"similarity": 0.0}
+    after_step = []
+    trainer.record = lambda batch, metrics: after_step.append(deepcopy(trainer.policy.state_dict()))
+    trainer.train()
+    assert trainer.rce.steps > 2
+    kept = trainer.reference.state_dict()
+    assert all(torch.equal(x, after_step[1][name]) for name, x in kept.items())
+    assert not all(torch.equal(x, after_step[-1][name]) for name, x in kept.items())
 
 
 def test_one_csv_of_ones_own_is_enough(icl, tmp_path):
@@ -341,11 +355,11 @@ BAD = {  # file: its content, and what the refusal of it says
     "word, says",
     [
         ("MINE_QUERIES=4", "such as MINE_QUEST"),
-        ("REWARD_MODE=best", "REWARD_MODE is one of hard_only, "),
-        ("TAU=0", "TAU and MAX_GRAD_NORM are above 0"),
+        ("REWARD_MODE=best", "REWARD_MODE is a function or one of hard_only, "),
+        ("TAU=0", "TAU, MAX_GRAD_NORM and temperatures are above 0"),
         ("SAMPLE_TEMPERATURES=[-1.0]", "temperatures are above 0"),
         ("SHOTS=0", "SHOTS = 0"),
-        ("QUESTION=Q: {question}", "contain {text}"),
+        ("QUESTION=Q: {question}", "QUESTION contains {text}"),
         ("DEMONSTRATION={text} {answer}; ", "{answer} and then a line break"),
         ("POOL_SIZE=1", "has 1 demonstrations: lower SHOTS"),
         ("READER=no/such", "READER=no/such cannot be loaded"),

@@ -47,9 +47,9 @@ def check_reader(reader, asked):
         start = reader.inputs([prompt], [pair])["input_ids"].shape[1]
         wanted = 0.0
         for gold in pair[0]["golds"]:
-            inputs = reader.inputs([prompt + reader.gap + gold], [pair])
+            inputs = reader.inputs([prompt + reader.answer_start + gold], [pair])
             chances = reader.model(**inputs).logits[0].double().softmax(-1)
-            of_gold = chances[-1, reader.ends].sum()
+            of_gold = chances[-1, reader.end_ids].sum()
             for place in range(start, len(chances)):
                 of_gold = of_gold * chances[place - 1, inputs["input_ids"][0, place]]
             wanted += of_gold.item()
