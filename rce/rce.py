@@ -1922,7 +1922,7 @@ def atomic_folder(path):
 
 
 # The panels of rce_metrics_with_entropy.png; training_metrics_detailed.png has all metrics that vary
-PANELS = "accuracy_sampled pick_accuracy reward candidate_reward entropy policy_loss".split()
+PANELS = "accuracy_sampled pick_accuracy candidate_reward entropy policy_loss".split()
 
 
 def draw_grid(folder, path, names=None):
@@ -1933,6 +1933,7 @@ def draw_grid(folder, path, names=None):
     phases = ["train", *dict.fromkeys(r["phase"] for r in records if r["phase"] != "train")]
     colors = dict(zip(phases, ("blue", "orange", "green", "red", "purple", "brown")))
     height = max(1, math.ceil(len(names) / 3))
+    drawn = {}  # {phase: its color}
     figure = Figure(figsize=(10, 2.3 * height + 0.5), layout="tight")
     for number, name in enumerate(names, 1):
         axis = figure.add_subplot(height, 3, number, title=name, xlabel="step")
@@ -1940,6 +1941,8 @@ def draw_grid(folder, path, names=None):
         for phase, color in colors.items():
             points = [r for r in records if r["phase"] == phase and r.get(name) is not None]
             steps, values = column(points, "step"), column(points, name)
+            if values:
+                drawn[phase] = color
             if phase != "train":
                 axis.plot(steps, values, "o-", color=f"tab:{color}", markersize=4)
             elif values:
@@ -1947,7 +1950,7 @@ def draw_grid(folder, path, names=None):
                 means = np.convolve(values, np.full(window, 1 / window), "valid")
                 axis.plot(steps, values, ".-", color=f"tab:{color}", alpha=0.25)
                 axis.plot(steps[window - 1 :], means, color=f"tab:{color}")
-    legend = "; ".join(f"{color}: {phase}" for phase, color in colors.items())
+    legend = "; ".join(f"{color}: {phase}" for phase, color in drawn.items())
     figure.suptitle(f"{legend} (train: each step and rolling mean)", fontsize=9)
     figure.savefig(folder / path, dpi=110)
 
