@@ -329,7 +329,7 @@ class ICLTrainer:
         self.run = Run(resume_from_checkpoint or RESUME)
         self.state = SimpleNamespace(
             step=0,  # the current one, from 1; between steps, how many are done
-            rce_steps=math.inf,  # patience may end RCE
+            rce_steps=math.inf,  # where patience ended RCE; inf: it has not
             planned_steps=math.inf,  # of RCE and GRPO
             rules={},  # accuracy of each rule on validation
             evaluation={},  # the last one's metrics
@@ -407,7 +407,7 @@ class ICLTrainer:
                     state.rce_steps = state.step  # GRPO is next
                     self.plan(questions)
                     is_last = True
-                if is_last:
+                if is_last:  # each stage has its own patience: is_over() would end the run here
                     state.evaluations_without_gain = 0
                 if is_last or (SAVE_EVERY_N_STEPS and state.step % SAVE_EVERY_N_STEPS == 0):
                     self.save()
@@ -509,7 +509,7 @@ class ICLTrainer:
     def fresh_groups(self, questions):
         """Returns a group of GROUP_SIZE sampled lists for each question. Lengths 1 to SHOTS take turns."""
         groups = []
-        for length in range(1, SHOTS + 1):
+        for length in range(1, min(SHOTS, len(questions)) + 1):
             of_length = questions[length - 1 :: SHOTS]
             drawn = self.draw(of_length, length, [1.0] * GROUP_SIZE, self.generator)
             for question, numbers_of_lists in zip(of_length, drawn):
@@ -546,7 +546,7 @@ class ICLTrainer:
             metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
             metrics = {name: x.item() for name, x in metrics.items()}
             if not all(map(math.isfinite, metrics.values())):
-                raise UserError(f"step {self.state.step} is not finite: {metrics}; lower LEARNING_RATE")
+                raise UserError(f"step {self.state.step} is not finite: {metrics}; lower the learning rate")
             self.optimizer.step()
             self.optimizer.zero_grad()
         return metrics
@@ -1026,7 +1026,7 @@ digits |= {"six": "6", "seven": "7", "eight": "8", "nine": "9", "ten": "10"}
 
 def normalise_vqa(text):
     """Returns a text as VQA compares it: number words as digits, no articles, no punctuation but decimal
-    points. Unlike VQA it keeps a sign before a digit, and has no table of contractions."""
+    points and : $ %. Unlike VQA it keeps a sign before a digit, and has no table of contractions."""
     cleaned = re.sub(r"(?<=\d),(?=\d)|\.(?!\d)|'", "", text.lower())
     cleaned = re.sub(r"(?!(?<!\w)[-+]\.?\d)[^\w\s.:$%]|_", " ", cleaned)
     words = cleaned.split() or text.split()  # the answer may be "!"
@@ -1479,8 +1479,8 @@ class Run:
 
     def compare(self, state, is_complete):
         """Prints what changed since the checkpoint that is resumed. Refuses another reader or embedding:
-        the mined lists and the policy are of the old ones. Refuses a complete run that would end as if it
-        had trained what changed."""
+        the mined lists and the policy are of the old ones. If no step is left, refuses any change: nothing
+        would be trained with it."""
         if not self.checkpoint:
             return
         earlier = json.loads((self.checkpoint / "run.json").read_text())
@@ -1516,7 +1516,7 @@ class Run:
             patterns += "best/policy rce/policy eval_test.json"
             for pattern in patterns.split():
                 stale += self.folder.glob(pattern)
-            stale.append(config)  # last: a start without it moves nothing
+            stale.append(config)  # last: after a kill the next start moves the rest
         for path in stale:
             moved = target / path.relative_to(self.folder)
             moved.parent.mkdir(parents=True, exist_ok=True)

@@ -295,6 +295,13 @@ def test_patience_in_rce_goes_on_with_grpo_from_the_best_of_rce(icl, tmp_path):
     assert not all(torch.equal(start[name], x) for name, x in trainer.reference.state_dict().items())
 
 
+def test_a_batch_may_have_fewer_questions_than_lists_have_demonstrations(icl):
+    trainer = with_reader(icl(SHOTS=2), lambda numbers: 0.5)
+    trainer.seed_step()
+    (group,) = trainer.fresh_groups(trainer.splits["train"][:1])
+    assert all(len(x.shown) == 1 for x in group.lists)
+
+
 def test_grpo_goes_on_from_the_best_policy_of_rce(icl):
     module = icl(EVAL_EVERY_N_STEPS=1, RCE_EPOCHS=2, TEST_ORACLE=0, SHOTS=1)
     trainer = with_reader(module, lambda numbers: numbers[0] % 7 / 7 if numbers else 0.0)
