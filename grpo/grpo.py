@@ -556,7 +556,7 @@ class GRPOTrainer:
                         has_gradient[0] = True  # metrics need a group
                     rows = mini_batch[has_gradient].flatten()
                 is_first = len(step_metrics) == 0
-                step_metrics.append(self.optimizer_step(batch, rows, weights, is_first))
+                step_metrics.append(self.optimizer_step(batch, rows, weights, is_first=is_first))
         self.seconds["update"] += time.perf_counter() - started
         # The first optimizer step trains the policy that sampled: all ratios are 1 but for rounding
         mismatch = step_metrics[0]["rollout_mismatch"]
