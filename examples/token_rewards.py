@@ -2,7 +2,7 @@
 
 A line is right if it stands in the data's solution. score() adds a field to the batch; per_token_rewards()
 adds it to the score, which stands at the last token. The critic learns how many right lines are still to
-come: docs/ppo.md says what that is worth. `reward` in logs is the score alone, without these rewards.
+come: docs/ppo.md shows it. `reward` in logs is the score alone, without these rewards.
 
 Change: what a line is, and what it is worth. GRPO has no critic: there compute_advantages() may set an
 advantage for each token.

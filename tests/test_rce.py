@@ -195,7 +195,7 @@ def test_a_reward_outside_its_range_is_refused(make):
 # ---------------------------------------------------------------- rounds and validation
 
 
-def test_prompts_that_are_held_back_are_never_trained_on(make):
+def test_validation_prompts_are_never_trained_on(make):
     trainer = make("rce/rce.py", VALIDATION_FRACTION=0.5, MINE_PROMPTS=20, ROUNDS=2, EVAL_DATASETS=[])
     trainer.train()
     module = trainer.module
