@@ -130,7 +130,7 @@ SOFT_REWARD = "rouge_l"  # "soft": the function that grades candidates, 0 to 1
 REWARD_MODE = "hard_only"  # how r is made of hard, soft, gt_prob and logprob: see reward_modes
 # gt_prob, for the pre-filter and some modes: the probability that the policy, after a candidate's own
 # reasoning, writes a gold answer and ends. Reasoning is the text through the last "####" of this form
-ANSWER_FORM = "#### {answer}"
+ANSWER_FORM: str | None = "#### {answer}"  # None: gt_prob is not computed, and mining is quicker
 ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is correct (evaluation)
 
 # Mining
@@ -317,8 +317,8 @@ class RCETrainer:
         warn_of_data(self.train_rows, self.eval_rows, {ACTOR_MODEL: self.tokenizer})
         longest = max(map(len, column(rows, "ids")))
         check_limits(self.actor, chain(self.end_ids, *column(rows, "ids")), longest + MAX_NEW_TOKENS)
-        if PREFILTER == "gt_prob" and None in column(self.train_rows, "answer"):
-            raise UserError('PREFILTER = "gt_prob" needs the key "output" of TRAIN_DATASETS')
+        if PREFILTER == "gt_prob" and (ANSWER_FORM is None or None in column(self.train_rows, "answer")):
+            raise UserError('PREFILTER = "gt_prob" needs ANSWER_FORM and the key "output" of the data')
         self.rounds = 1 if STAGE == "train" else ROUNDS
         self.total_steps = math.inf if MAX_STEPS is None else MAX_STEPS  # until prepare_round() sets it
         self.seconds = Counter()
@@ -588,11 +588,11 @@ class RCETrainer:
         return [list(group.values()) for group in groups]
 
     def score_gold(self, candidates):
-        """Sets gt_prob of each candidate, None if its row has no answer."""
+        """Sets gt_prob of each candidate, None if its row has no answer or ANSWER_FORM is None."""
         candidates_of = defaultdict(list)  # {(row id, reasoning, gold answer): candidates}, scored once
         for candidate in candidates:
             row = candidate.row
-            if row["answer"] is None:
+            if row["answer"] is None or ANSWER_FORM is None:
                 continue
             candidate.gt_prob = 0.0
             reasoning, golds = gold_after_reasoning(
@@ -1294,7 +1294,7 @@ class Candidate:
     source: list = field(default_factory=list)  # of each proposal: greedy | beam | sample | reference
     temperature: list = field(default_factory=list)  # of each proposal; None unless it is a sample
     logprob: float | None = None  # log pi(y | x), summed over tokens, under the policy that mined it
-    gt_prob: float | None = None  # see ANSWER_FORM; None: its prompt has no gold answer
+    gt_prob: float | None = None  # None: ANSWER_FORM is, or its prompt has no gold answer
     eval_mode: str = "unverified"  # unverified | verified (scored) | failed (a reward function raised)
     eval_error: str | None = None  # the exception, if it failed
     hard: float | None = None  # HARD_REWARD, 0 or 1, once it is verified
@@ -2052,7 +2052,8 @@ def check_constants():
     require("{input}" in PROMPT_TEMPLATE, "PROMPT_TEMPLATE contains {input}")
     require(TRAIN_DATASETS, "TRAIN_DATASETS has a data set")
     require(REWARD_FUNCTIONS, "there is a reward function")
-    require(ANSWER_FORM.count("{answer}") == 1, "ANSWER_FORM contains {answer} once")
+    is_form = ANSWER_FORM is None or ANSWER_FORM.count("{answer}") == 1
+    require(is_form, "ANSWER_FORM contains {answer} once")
 
 
 def train_main():

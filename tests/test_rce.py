@@ -128,6 +128,10 @@ def test_gt_prob_is_the_probability_of_the_gold_answer_after_the_reasoning(make)
     without = new({**row, "answer": None}, [5], "1")
     trainer.score_gold([without])
     assert without.gt_prob is None
+    trainer.module.ANSWER_FORM = None
+    with_answer = new(row, [5], "1")
+    trainer.score_gold([with_answer])
+    assert with_answer.gt_prob is None
 
 
 def test_equal_responses_are_one_candidate_with_all_its_sources(make):
