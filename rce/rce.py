@@ -786,7 +786,7 @@ class RCETrainer:
 
     def log_evaluation(self, metrics):
         """Logs what validate() and evaluate() returned. best/ keeps the policy with the highest
-        pick_accuracy or, without validation prompts, the highest reward."""
+        pick_accuracy or, without validation prompts, the highest reward; of equal ones the last."""
         state = self.state
         state.evaluation = metrics
         if not metrics:
@@ -801,7 +801,7 @@ class RCETrainer:
             state.evaluations_without_gain = 0
         elif state.evaluations_without_gain % 2 == 0:
             state.halvings += 1
-        if gain > 0:
+        if gain >= 0:  # few validation prompts often give equal picks: the longer trained one
             state.best_score = score
             self.save_best()
 
