@@ -7,7 +7,7 @@ come: docs/ppo.md shows it. `reward` in logs is the score alone, without these r
 Change: what a line is, and what it is worth. GRPO has no critic: there compute_advantages() may set an
 advantage for each token.
 
-    python examples/token_rewards.py [KEY=VALUE ...]    # two minutes of one core; constants of ppo.py
+    python examples/token_rewards.py [KEY=VALUE ...]    # three minutes of one core; constants of ppo.py
 """
 
 import sys
