@@ -1464,7 +1464,7 @@ class Run:
         state.best_score, state.evaluations_without_gain = scores[0]  # move_old_files() may reset them
 
     def open_files(self, state, is_complete):
-        """In rank 0: moves what an earlier run left, opens the logs, and says what changed since."""
+        """In rank 0: prints what changed since the checkpoint, moves later files away, opens the logs."""
         self.lock.acquire(timeout=0)  # a second train() has to take it again
         self.compare(state, is_complete)
         for half in self.folder.glob("step_*.tmp"):  # a kill may leave some

@@ -801,7 +801,7 @@ class RCETrainer:
             state.evaluations_without_gain = 0
         elif state.evaluations_without_gain % 2 == 0:
             state.halvings += 1
-        if gain >= 0:  # few validation prompts often give equal picks: the longer trained one
+        if gain >= 0:  # equal picks are common: then the policy that was trained longer
             state.best_score = score
             self.save_best()
 
@@ -1294,7 +1294,7 @@ class Candidate:
     source: list = field(default_factory=list)  # of each proposal: greedy | beam | sample | reference
     temperature: list = field(default_factory=list)  # of each proposal; None unless it is a sample
     logprob: float | None = None  # log pi(y | x), summed over tokens, under the policy that mined it
-    gt_prob: float | None = None  # None: ANSWER_FORM is, or its prompt has no gold answer
+    gt_prob: float | None = None  # None without ANSWER_FORM or without a gold answer
     eval_mode: str = "unverified"  # unverified | verified (scored) | failed (a reward function raised)
     eval_error: str | None = None  # the exception, if it failed
     hard: float | None = None  # HARD_REWARD, 0 or 1, once it is verified
@@ -1761,7 +1761,7 @@ class Run:
         state.best_score, state.evaluations_without_gain = scores[0]  # move_old_files() may reset them
 
     def open_files(self, state, is_complete):
-        """In rank 0: moves what an earlier run left, opens the logs, and says what changed since."""
+        """In rank 0: prints what changed since the checkpoint, moves later files away, opens the logs."""
         self.lock.acquire(timeout=0)  # a second train() has to take it again
         self.compare(state, is_complete)
         for half in self.folder.glob("step_*.tmp"):  # a kill may leave some
